@@ -182,10 +182,13 @@ def _speed(name: str, runs: Sequence[tuple[Run, Run]], plain_cost: float) -> Spe
     )
 
 
-def measured(pair: Pair, tokens: int, repeats: int, length: int | None = None) -> tuple[list[Speed], int]:
+def measured(
+    pair: Pair, tokens: int, repeats: int, length: int | None = None, most: int | None = None
+) -> tuple[list[Speed], int]:
     """Measure all arms. Return their speeds, plain decoding first, and the number of answers of each.
 
-    `length` is the fixed draft length of the pair; None if its policy is adaptive.
+    `length` is the fixed draft length of the pair; None if its policy is adaptive. At most
+    `most` questions are asked; None for all.
     """
     lengths: dict[str, int | None] = {"plain": 0}
     if pair.drafter_names and length is not None:
@@ -194,7 +197,7 @@ def measured(pair: Pair, tokens: int, repeats: int, length: int | None = None) -
         # Fixed lengths, to compare the adaptive policy with.
         lengths |= {**{f"K = {k}": k for k in (2, 4)}, "adaptive": None}
     arms = [arm(pair, length) for length in lengths.values()]  # they keep their policies between prompts
-    questions = chat_questions(pair.tokenizer)
+    questions = chat_questions(pair.tokenizer)[:most]
     answers: list[list[Run]] = []
     progress = StageProgress(sys.stderr) if sys.stderr.isatty() else None
     total = (repeats + 1) * len(questions)

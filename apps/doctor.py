@@ -12,7 +12,7 @@ import platform
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mlx_spec.cli.lossless import Gap
     from mlx_spec.pair import Pair
 
-    from .selftest import Comparison, SelfTest
+    from .selftest import Comparison, Effort, SelfTest
 
 WIDTH = 76  # columns of the certificate
 LINE = "-" * WIDTH
@@ -66,48 +66,74 @@ class Check:
     text: str
 
 
+@dataclass(frozen=True)
+class Examination:
+    """The findings about a machine and a pair."""
+
+    checks: list[Check]
+    words: dict[str, str] = field(default_factory=dict)  # of target, drafter and row class
+    result: SelfTest | None = None  # None if nothing could be tested
+    problem: str | None = None  # why nothing could be tested
+
+    @property
+    def is_fine(self) -> bool:
+        """Return True if the self-test passed and no check is wrong."""
+        passed = self.result is not None and self.result.passed
+        return passed and all(check.state != "wrong" for check in self.checks)
+
+    @property
+    def lines(self) -> list[str]:
+        """Return the lines of the certificate of now; none if nothing could be tested."""
+        return certificate(self.words, self.result, self.checks, datetime.now(UTC)) if self.result else []
+
+    def to_json(self) -> str:
+        """Return everything as JSON, for programs."""
+        report = {
+            "ok": self.is_fine,
+            "problem": self.problem,
+            "checks": [dataclasses.asdict(check) for check in self.checks],
+            "exact": self.words.get("exact"),
+            "self_test": None if self.result is None else dataclasses.asdict(self.result),
+            "certificate": "\n".join(self.lines) or None,
+        }
+        return json.dumps(json.loads(json.dumps(report), parse_constant=lambda _: None))  # NaN is not JSON
+
+
 def _run(options: Options) -> int:
     checks: list[Check] = []
     for check in all_checks():
         checks.append(check)
         if not options.json:
             show_folded(f"{check.state:<6} {check.name:<10}  {check.text}")
-    problem, result, lines, words = None, None, list[str](), dict[str, str]()
-    if any(check.name == "backend" and check.state == "wrong" for check in checks):
-        problem = "without MLX nothing can be tested"
-    else:
-        try:
-            pair = load(**vars(options.spec))
-            words, result = tested(pair, quick=options.quick)
-            lines = certificate(words, result, checks, datetime.now(UTC))
-        except SpecError as error:
-            problem = str(error)
-    is_fine = result is not None and result.passed and all(check.state != "wrong" for check in checks)
+    examination = _examined(options, checks)
     if options.json:
-        report = {
-            "ok": is_fine,
-            "problem": problem,
-            "checks": [dataclasses.asdict(check) for check in checks],
-            "exact": words.get("exact"),
-            "self_test": None if result is None else dataclasses.asdict(result),
-            "certificate": "\n".join(lines) or None,
-        }
-        show(json.dumps(json.loads(json.dumps(report), parse_constant=lambda _: None)))  # NaN is not JSON
-    elif lines:
+        show(examination.to_json())
+    elif lines := examination.lines:
         show("", *lines)
-    if problem is not None:
-        tell(problem)
-    return 0 if is_fine else ERROR
+    if examination.problem is not None:
+        tell(examination.problem)
+    return 0 if examination.is_fine else ERROR
 
 
-def tested(pair: Pair, *, quick: bool) -> tuple[dict[str, str], SelfTest]:
+def _examined(options: Options, checks: list[Check]) -> Examination:
+    if any(check.name == "backend" and check.state == "wrong" for check in checks):
+        return Examination(checks, problem="without MLX nothing can be tested")
+    from .selftest import LONG, QUICK
+
+    try:
+        words, result = tested(load(**vars(options.spec)), QUICK if options.quick else LONG)
+    except SpecError as error:
+        return Examination(checks, problem=str(error))
+    return Examination(checks, words, result)
+
+
+def tested(pair: Pair, effort: Effort) -> tuple[dict[str, str], SelfTest]:
     """Run the self-test. Return target, drafter and the row class in words, and the result."""
     from mlx_spec.cli.progress import StageProgress
 
     from . import selftest
 
     target, drafter = _inspected(pair.info.target, "target"), _inspected(pair.info.drafter, "drafter")
-    effort = selftest.QUICK if quick else selftest.LONG
     window = None if target is None else target.window
     result = selftest.self_test(pair, window, effort, StageProgress(sys.stderr))
     words = part_in_words(pair.info.target, target), part_in_words(pair.info.drafter, drafter)

@@ -20,9 +20,14 @@ from mlx_spec.hub.names import locate
 from . import roofline
 
 
-def listed(models: Sequence[LocalModel], present: str = "") -> list[str]:
-    """Return the lines of the table, with a mark on `present`, and a line for each model with a problem."""
-    chip, rows = roofline.this_chip(), [("model", "size", "fits here", "drafter", "expected gain")]
+def listed(
+    models: Sequence[LocalModel], chip: roofline.Chip | None = None, *, present: str = ""
+) -> list[str]:
+    """Return the lines of the table, with a mark on `present`, and a line for each model with a problem.
+
+    The gain on `chip` is a column if something is known of it.
+    """
+    rows = [("model", "size", "fits here", "drafter", "expected gain")]
     for model in models:
         gain = None if chip is None or model.problem else expected_gain(model.name, chip)
         mark = "* " if model.name == present else ""

@@ -31,6 +31,7 @@ from mlx_spec.hub.names import cache_folder, resolve
 
 from .chat.interrupts import Interrupts
 from .listing import listed
+from .roofline import this_chip
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,8 @@ def _list(options: ListOptions) -> int:
             raise NotFound(f"there is no folder {folder}: give one that holds converted pairs")
     models = local_models(folders)
     if not options.json:
-        show(*listed(models), "`mlx-spec inspect MODEL` says more, `mlx-spec pull MODEL` fetches another one")
+        lines = listed(models, this_chip())
+        show(*lines, "`mlx-spec inspect MODEL` says more, `mlx-spec pull MODEL` fetches another one")
         return 0
     entries = [vars(m) | {"partners": partners(m, models), "found": as_json(m.found)} for m in models]
     show(json.dumps(entries, indent=2, default=str))  # folders are paths

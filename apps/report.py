@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlx_spec import load
 from mlx_spec.checkpoint.files import one_line
@@ -24,6 +25,11 @@ from mlx_spec.errors import SpecError
 
 from .bench import measured, speed_table
 from .doctor import LINE, WIDTH, all_checks, certificate, tested
+
+if TYPE_CHECKING:
+    from mlx_spec.pair import Pair
+
+    from .selftest import Effort
 
 
 @dataclass(frozen=True)
@@ -40,22 +46,40 @@ class Options(PairOptions):
 
 def _run(options: Options) -> int:
     hide = hiding(options.chosen, options.drafter)
+    lines, is_fine = block(lambda: load(**vars(options.spec)), hide)
+    show("```text", *lines, *(_to_answer() if sys.platform == "darwin" else ()), "```")
+    return 0 if is_fine else ERROR
+
+
+def block(
+    open_pair: Callable[[], Pair],
+    hide: Callable[[str], str],
+    effort: Effort | None = None,
+    tokens: int = 64,
+    most: int | None = None,
+) -> tuple[list[str], bool]:
+    """Return the lines about machine and pair, and whether all is fine.
+
+    `effort` is for the self-test, None for a quick one; `tokens` bounds the answers that are
+    timed, to at most `most` questions.
+    """
     checks = [replace(check, text=hide(check.text)) for check in all_checks() if check.name != "models"]
     is_fine, lines = all(check.state != "wrong" for check in checks), list[str]()
     try:
         require_backend()
-        pair = load(**vars(options.spec))
-        words, result = tested(pair, quick=True)
+        from .selftest import QUICK
+
+        pair = open_pair()
+        words, result = tested(pair, effort or QUICK)
         lines += certificate(words, result, checks, datetime.now(UTC))
         is_fine &= result.passed
-        speeds, answers = measured(pair, tokens=64, repeats=1)
+        speeds, answers = measured(pair, tokens, repeats=1, most=most)
         lines += [f"answers of each: {answers}", "", *speed_table(speeds), LINE]
     except SpecError as error:
         is_fine = False
         lines = lines or [f"{check.name:<12} {check.text}" for check in checks]
         lines += textwrap.wrap(f"problem: {hide(one_line(error))}", WIDTH)
-    show("```text", *lines, *(_to_answer() if sys.platform == "darwin" else ()), "```")
-    return 0 if is_fine else ERROR
+    return lines, is_fine
 
 
 def undecided() -> list[str]:

@@ -25,12 +25,12 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_completions, has_focus
 from prompt_toolkit.history import FileHistory, InMemoryHistory
-from prompt_toolkit.input import create_input
+from prompt_toolkit.input import Input, create_input
 from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.key_binding.key_processor import KeyPress
 from prompt_toolkit.keys import Keys
-from prompt_toolkit.output import ColorDepth
+from prompt_toolkit.output import ColorDepth, Output
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.utils import get_term_environment_variable, is_dumb_terminal
@@ -62,13 +62,21 @@ def read_plain(terminal: Terminal, interrupts: Interrupts) -> str:
 class LineEditor:
     """Reads messages with history, several lines and completion. Enter sends, Alt-Enter begins a new line."""
 
-    def __init__(self, interrupts: Interrupts, completer: Completer, history: Path | None) -> None:
+    def __init__(
+        self,
+        interrupts: Interrupts,
+        completer: Completer,
+        history: Path | None,
+        input: Input | None = None,
+        output: Output | None = None,
+    ) -> None:
+        """Read from `input` and draw on `output`: by default stdin, and stdout if it is a terminal."""
         self._interrupts = interrupts
-        self._input = create_input(sys.stdin)
+        self._input = input or create_input(sys.stdin)
         self._session: PromptSession[str] = PromptSession(
             PROMPT,
             input=self._input,
-            output=_output(),
+            output=output or _output(),
             history=InMemoryHistory() if history is None else _BestEffortHistory(str(history)),
             completer=completer,
             complete_style=CompleteStyle.COLUMN,

@@ -39,6 +39,7 @@ from mlx_spec.pair import Pair
 from mlx_spec.types import MAX_DRAFT_TOKENS
 
 from ..listing import fit, listed
+from ..roofline import this_chip
 from .arguments import Options
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ def find_model(name: str, present: PairSpec) -> tuple[PairSpec, list[str]]:
 def listing(present: str) -> list[str]:
     """Return lines about the models on this disk, with a mark on `present`, and about models to download."""
     models = local_models()
-    lines = listed([model for model in models if not model.is_drafter], present)
+    targets = [model for model in models if not model.is_drafter]
+    lines = listed(targets, this_chip(), present=present)
     here = {model.name for model in models if model.problem is None}
     size = f"{human_bytes(SMOLLM2_BYTES)}, a small real model"
     small = "its package is here" if _is_local(SMOLLM2) else size

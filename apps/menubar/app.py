@@ -20,7 +20,7 @@ from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, PairSpec
 
 from . import macos
 from .menu import Action, Click, Menu, Phase, State, environment_example, menu
-from .server_process import ServerOptions, ServerProcess
+from .server_process import ServerOptions, ServerProcess, Times
 
 if TYPE_CHECKING:
     from .cocoa import CocoaView
@@ -58,13 +58,14 @@ class Folder:
 class App:
     """Owns the state of the menu."""
 
-    IDLE_POLL_S, BUSY_POLL_S = 2.0, 0.3  # between two requests to a running, and to a starting server
-
-    def __init__(self, plan: MenuPlan, folder: Folder, view: CocoaView, agent: Path) -> None:
+    def __init__(
+        self, plan: MenuPlan, folder: Folder, view: CocoaView, agent: Path, times: Times | None = None
+    ) -> None:
         """Take `agent` as the file that starts the menu at login."""
         self._plan, self._folder, self._view, self._agent = plan, folder, view, agent
+        self._times = times or Times()
         self._inbox: queue.Queue[Click | dict[str, int]] = queue.Queue()
-        self._server = ServerProcess(plan.server, folder.log, self._update)
+        self._server = ServerProcess(plan.server, folder.log, self._update, self._times)
         selection = plan.selection
         if selection is None and (last := read_pair(folder.selection)) is not None:
             selection = PairSpec(last[0] or DEMO, last[1])
@@ -96,7 +97,7 @@ class App:
         """Handle one message, or check the server after a pause without one. Return False on Quit."""
         busy = self._state.phase in (Phase.STARTING, Phase.LOADING, Phase.CRASHED)
         try:
-            message = self._inbox.get(timeout=self.BUSY_POLL_S if busy else self.IDLE_POLL_S)
+            message = self._inbox.get(timeout=self._times.busy_poll if busy else self._times.idle_poll)
         except queue.Empty:
             self._attempt(self._server.tick)
             return True

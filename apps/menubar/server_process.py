@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,18 @@ from ..server.ports import connect_host, is_answered
 from ..server.settings import CANNOT_LISTEN
 from .menu import Figures, Phase, State
 
-SHUTDOWN_S = 10.0  # between the request to end and the kill
+
+@dataclass(frozen=True)
+class Times:
+    """How long the menu waits, in seconds."""
+
+    first_retry: float = 1.0  # before a restart; doubled before each later one
+    longest_retry: float = 60.0
+    stable: float = 60.0  # a server that was ready this long is stable: its next crash counts as the first
+    silence: float = 2.0  # after which a server that does not answer is shown as silent
+    patience: float = 10.0  # for a server at the wanted port to answer; else the port is another program's
+    idle_poll: float = 2.0  # between two requests to a running server
+    busy_poll: float = 0.3  # between two requests to a starting server
 
 
 @dataclass(frozen=True)
@@ -105,6 +116,17 @@ def candidates(address: Address) -> list[Address]:
     return [Address(address.host, port) for port in range(address.port, end)]
 
 
+def first_free(addresses: Iterable[Address]) -> Address | None:
+    """Return the first address that is free now; None without one."""
+    return next(filter(is_free, addresses), None)
+
+
+def all_taken(port: int) -> str:
+    """Return what the user reads if no candidate for a wanted port is free."""
+    tried = f"ports {port} and those after it" if port else "the free ports found"
+    return f"{tried} are taken: choose another --port"
+
+
 @dataclass(frozen=True)
 class ServerOptions:
     """The server to start."""
@@ -117,13 +139,11 @@ class ServerOptions:
 class ServerProcess:
     """Keeps one server running. All methods belong to one thread; `update` receives changes of `State`."""
 
-    FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0  # before a restart; doubled before each later one
-    STABLE_S = 60.0  # a server that was ready this long is stable: its next crash counts as the first
-    SILENCE_S = 2.0  # after which a server that does not answer is shown as silent
-    PATIENCE_S = 10.0  # for a server at the wanted port to answer; else the port is another program's
-
-    def __init__(self, wanted: ServerOptions, log: Path, update: Callable[..., None]) -> None:
+    def __init__(
+        self, wanted: ServerOptions, log: Path, update: Callable[..., None], times: Times | None = None
+    ) -> None:
         self._wanted, self._log, self._update = wanted, log, update
+        self._times = times or Times()
         self._selection: PairSpec | None = None
         self._process: subprocess.Popen[bytes] | None = None  # None if another program started the server
         self._address: Address | None = None
@@ -137,13 +157,11 @@ class ServerProcess:
             return
         self._selection, self._retry_at, self._ready_at = selection, None, None
         wanted = self._wanted.address
-        if wanted.port != 0 and health(wanted, self.PATIENCE_S) is not None:
+        if wanted.port != 0 and health(wanted, self._times.patience) is not None:
             self._watch(wanted, is_ours=False)
             return
-        if (address := next(filter(is_free, candidates(wanted)), None)) is None:
-            tried = f"ports {wanted.port} and those after it" if wanted.port else "the free ports found"
-            problem = f"{tried} are taken: choose another --port"
-            self._show(Phase.FAILED, problem=problem)
+        if (address := first_free(candidates(wanted))) is None:
+            self._show(Phase.FAILED, problem=all_taken(wanted.port))
         else:
             self._process = launch(self._wanted.options, selection, address.port, self._log)
             self._watch(address, is_ours=True)
@@ -175,7 +193,7 @@ class ServerProcess:
 
     def _retry(self, cause: str) -> None:
         """Start it again, later each time."""
-        delay = min(self.FIRST_RETRY_S * 2**self._crashes, self.LONGEST_RETRY_S)
+        delay = min(self._times.first_retry * 2**self._crashes, self._times.longest_retry)
         self._crashes += 1
         self._retry_at = time.monotonic() + delay
         self._show(Phase.CRASHED, problem=cause, retry_s=delay)
@@ -194,7 +212,7 @@ class ServerProcess:
             problem = words or f"the server ended with status {status}: the log may say why"
             self._show(Phase.FAILED, problem=problem)
             return
-        if ready_at is not None and time.monotonic() - ready_at >= self.STABLE_S:
+        if ready_at is not None and time.monotonic() - ready_at >= self._times.stable:
             self._crashes = 0
         ending = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
         self._retry(no_port or f"the server {ending}")
@@ -206,7 +224,7 @@ class ServerProcess:
         self._update(phase=phase, **forgotten | changes)
 
     def _poll(self, address: Address) -> None:
-        status = health(address, self.SILENCE_S)
+        status = health(address, self._times.silence)
         if status is None and self._process is None and is_free(address):
             self._address = None
             self._show(Phase.STOPPED)
@@ -241,10 +259,10 @@ def launch(
         )
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Ask a process to end, and kill it if it does not."""
+def end(process: subprocess.Popen[bytes], shutdown_s: float = 10.0) -> None:
+    """Ask a process to end, and kill it if it does not within `shutdown_s`."""
     # A killed process is gone within 5 s.
-    for ask, seconds in ((process.terminate, SHUTDOWN_S), (process.kill, 5.0)):
+    for ask, seconds in ((process.terminate, shutdown_s), (process.kill, 5.0)):
         ask()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)

@@ -137,11 +137,11 @@ class _Recorder:
         self._messages.append({"role": "assistant", "content": text, "reasoning_content": thinking})
 
 
-def session(lines: int) -> Iterator[Turn]:
-    """Yield the 20 turns of the session. Files and logs have `lines` lines."""
+def session(lines: int, rules: str = RULES) -> Iterator[Turn]:
+    """Yield the 20 turns of the session. Files have `lines` lines, system prompts begin with `rules`."""
     tools = _tools()
     role = "You are the main agent. You may give a task to helpers; they see nothing of this conversation."
-    system = RULES + role
+    system = rules + role
     main = _Recorder("main", system, tools)
     question = "The importer drops the last line of notes that come from Windows. Find out why and mend it."
     yield main.ask(question)
@@ -165,7 +165,7 @@ def session(lines: int) -> Iterator[Turn]:
     parts = ("exporter", "index")
     tasks = [f"Does notes/{part}.py split lines by hand? Name each place." for part in parts]
     role = "You are a helper. Do the one task that you are given, change nothing, and report what you found."
-    helpers = [_Recorder(f"helper {i + 1}", RULES + role, tools[:3]) for i in range(2)]
+    helpers = [_Recorder(f"helper {i + 1}", rules + role, tools[:3]) for i in range(2)]
     for i, (helper, task) in enumerate(zip(helpers, tasks, strict=True)):
         yield helper.ask(task, joins=i > 0)
     for i, (helper, part) in enumerate(zip(helpers, parts, strict=True)):
@@ -238,10 +238,12 @@ def _as_text(turn: Turn) -> Turn:
 # --- the replay
 
 
-def replay(spec: PairSpec, tokens: int, loader: Loader = load_served) -> Iterator[TurnFigures]:
+def replay(
+    spec: PairSpec, tokens: int, loader: Loader = load_served, rules: str = RULES
+) -> Iterator[TurnFigures]:
     """Send the turns to an engine that loads a pair, and yield the figures of each.
 
-    An answer has at most `tokens` tokens. Raises SpecError.
+    An answer has at most `tokens` tokens; system prompts begin with `rules`. Raises SpecError.
     """
     name, pairs = "bench", list[Pair]()
 
@@ -257,7 +259,7 @@ def replay(spec: PairSpec, tokens: int, loader: Loader = load_served) -> Iterato
         (pair,) = pairs
         if not pair.tokenizer.chats:
             raise InvalidValue("--agent: this model has no chat template: give an instruction-tuned one")
-        requests = _fitting(pair, engine, name, tokens)
+        requests = _fitting(pair, engine, name, tokens, rules)
         for turns in _together(requests):
             arrived: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
             for i, (_, request) in enumerate(turns):
@@ -277,13 +279,13 @@ def _put(arrived: queue.SimpleQueue[tuple[int, Event]], number: int, event: Even
 
 
 def _fitting(
-    pair: Pair, engine: EngineThread, model: str, tokens: int
+    pair: Pair, engine: EngineThread, model: str, tokens: int, rules: str
 ) -> list[tuple[Turn, GenerationRequest]]:
     """Return the requests, with files as long as the context allows. Raises InvalidValue if none fit."""
     calls = find_tool_format(pair.tokenizer) is not None
     limit = pair.info.context_length
     for lines in (40, 20, 10, 5):
-        turns = [turn if calls else _as_text(turn) for turn in session(lines)]
+        turns = [turn if calls else _as_text(turn) for turn in session(lines, rules)]
         requests = [(turn, _request(turn, model, tokens)) for turn in turns]
         longest = max(engine.count_tokens(request) for _, request in requests) + tokens
         if limit is None or longest <= limit:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from support.checkpoints import float32_copy
 from support.drafting import GOLDEN
 
 import mlx_spec
@@ -15,6 +18,13 @@ def pair() -> Pair:
 
 
 @pytest.fixture(scope="session")
-def tiny() -> Pair:
-    """Load a pair whose passes take a tenth of the demo's."""
-    return mlx_spec.load(GOLDEN / "e2b-trained" / "target", GOLDEN / "e2b-trained" / "assistant")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return a target and its drafter, whose passes take a tenth of the demo's."""
+    folder = tmp_path_factory.mktemp("parts")
+    names = ("target", "assistant")
+    return [float32_copy(GOLDEN / "e2b-trained" / name, folder / name) for name in names]
+
+
+@pytest.fixture(scope="session")
+def tiny(parts: list[Path]) -> Pair:
+    return mlx_spec.load(*parts)

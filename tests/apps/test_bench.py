@@ -9,15 +9,11 @@ from itertools import pairwise
 import pytest
 from support.pairs import make_pair
 
-from mlx_spec.apps import bench
-from mlx_spec.apps.bench import Run, arm, chat_questions, in_turns, main, speeds
+from mlx_spec.apps.bench import QUESTIONS, Run, arm, chat_questions, in_turns, main, measured, speeds
 from mlx_spec.apps.server import replay
-from mlx_spec.apps.server.engine import models
 from mlx_spec.errors import InvalidValue
 from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.types import Round
-
-ONCE = ["--tokens", "16", "--repeats", "1"]
 
 
 def test_arms_in_turns_give_the_tokens_of_plain_decoding(pair):
@@ -46,12 +42,10 @@ def test_an_answer_is_timed_from_the_end_of_its_prompt(pair, monkeypatch):
     assert sizes[0] == len(prompt) - 1 and run.seconds > 0
 
 
-def test_a_session_of_an_agent_is_replayed_turn_by_turn(monkeypatch):
+def test_a_session_of_an_agent_is_replayed_turn_by_turn():
     """With full attention nothing is read twice, and what parted is copied."""
-    monkeypatch.setattr(replay, "RULES", replay.RULES[:200])
-    monkeypatch.setattr(models, "WARM_UP_TOKENS", 1)
     spec = PairSpec("tiny")
-    turns = list(replay.replay(spec, 2, lambda _: make_pair("full", "none", context=3500)))
+    turns = list(replay.replay(spec, 2, lambda _: make_pair("full", "none", context=3500), "Be brief. "))
     assert len(turns) == replay.TURNS and [turn.agent for turn in turns[:2]] == ["main", "title"]
     assert sum(turn.read_again for turn in turns) < 64 * 4  # less than a copy is worth, for each that parts
     assert all(
@@ -85,24 +79,26 @@ def test_speeds_are_of_all_answers_and_agree_with_the_gain():
     assert other.other_text == 1
 
 
-@pytest.fixture
-def one_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "QUESTIONS", bench.QUESTIONS[:1])
-
-
 @pytest.mark.parametrize(
-    ("given", "decoders"),
+    ("length", "decoders"),
     [
-        ((), ["plain", "K = 2", "K = 4", "adaptive"]),
-        (("--num-draft-tokens", "3"), ["plain", "K = 3"]),
-        (("--num-draft-tokens", "0"), ["plain", "K = 0"]),
+        (None, ["plain", "K = 2", "K = 4", "adaptive"]),
+        (3, ["plain", "K = 3"]),
+        (0, ["plain", "K = 0"]),
     ],
 )
-def test_json(one_question, given, decoders, capsys):
-    assert main([*ONCE, "--json", *given]) == 0
+def test_arms(tiny, length, decoders):
+    speeds, answers = measured(tiny, 6, 1, length, most=1)
+    assert [speed.name for speed in speeds] == decoders and answers == 1
+    assert all(speed.tokens_per_second > 0 and speed.other_text == 0 for speed in speeds)
+
+
+def test_json(parts, capsys):
+    pair = [f"--target={parts[0]}", f"--drafter={parts[1]}", "--num-draft-tokens=3"]
+    assert main([*pair, "--tokens=16", "--repeats=1", "--json"]) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert not [line for line in err.splitlines() if not line.startswith("measuring what passes of ")]
-    assert report["target"] == report["drafter"] == "demo" and report["answers"] == 1
-    assert [each["name"] for each in report["decoders"]] == decoders
-    assert all(each["tokens_per_second"] > 0 and each["other_text"] == 0 for each in report["decoders"])
+    assert (report["target"], report["drafter"]) == tuple(map(str, parts))
+    assert report["answers"] == len(QUESTIONS)
+    assert [speed["name"] for speed in report["decoders"]] == ["plain", "K = 3"]

@@ -7,30 +7,40 @@ import json
 import os
 import socket
 import sys
-from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import platformdirs
 import pytest
 from huggingface_hub import constants
 from support import mac
+from support import tiny as tiny_model
+from support.pairs import save
 from support.spans import pair_of
 
 import mlx_spec
 from mlx_spec import demo
-from mlx_spec.apps.doctor import WIDTH, Check, all_checks, certificate, main, part_in_words, version
+from mlx_spec.apps import doctor
+from mlx_spec.apps.doctor import (
+    WIDTH,
+    Check,
+    Examination,
+    all_checks,
+    certificate,
+    main,
+    part_in_words,
+    version,
+)
 from mlx_spec.apps.selftest import (
     ADAPTIVE,
     BATCHED,
     OWN,
-    QUICK,
     SPOILED,
     Comparison,
     Divergence,
+    Effort,
     SelfTest,
     self_test,
 )
@@ -40,7 +50,8 @@ from mlx_spec.model.caches import Caches
 from mlx_spec.pair import Pair
 
 # A slow machine is not a reason to leave something out.
-PATIENT = replace(QUICK, seconds=600.0, questions=1, tokens=9)
+PATIENT = Effort(seconds=600.0, questions=1, tokens=9)
+SHORT = replace(PATIENT, tokens=5)
 EQUAL = Comparison("Why?", OWN, False, 24, 20, 18)
 
 
@@ -55,14 +66,10 @@ NOW = datetime(2026, 11, 21, 16, 5, tzinfo=UTC)
 
 @pytest.fixture(scope="module")
 def report(pair: Pair) -> dict[str, Any]:
-    """Return the report of `mlx-spec doctor --quick --json` on the demo pair."""
-    out = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
-        patch.setattr("mlx_spec.apps.doctor.load", lambda **_: pair)
-        patch.setattr("mlx_spec.apps.selftest.QUICK", PATIENT)
-        assert main(["--quick", "--json"]) == 0
-    found: dict[str, Any] = json.loads(out.getvalue())
-    return found
+    """Return what `mlx-spec doctor --json` says of the demo pair."""
+    examination = Examination(list(all_checks()), *doctor.tested(pair, PATIENT))
+    report: dict[str, Any] = json.loads(examination.to_json())
+    return report
 
 
 # --- on the demo pair
@@ -82,7 +89,7 @@ def test_the_demo_pair_passes(report):
 
 @pytest.mark.parametrize(("variant", "drafter"), [("e2b", "assistant"), ("qwen", "mtp")])
 def test_a_picture_is_read_the_same_with_drafts(variant, drafter):
-    found = self_test(pair_of(variant, drafter), None, PATIENT, StageProgress(io.StringIO()))
+    found = self_test(pair_of(variant, drafter), None, SHORT, StageProgress(io.StringIO()))
     seen = [each for each in found.comparisons if each.prompt.startswith("a drawing")]
     assert {each.decoder for each in seen} == {SPOILED, OWN, ADAPTIVE, BATCHED}
     assert found.passed and found.picture == 64
@@ -108,27 +115,26 @@ def test_its_certificate_can_be_shown_to_others(report):
         assert secret not in json.dumps(report)
 
 
-def test_a_cache_that_keeps_a_rejected_row_is_reported(monkeypatch, tiny, capsys):
+def test_the_command(tmp_path, capsys):
+    folder = save(tiny_model.full(), tmp_path / "small")
+    assert main(["--quick", "--target", str(folder), "--drafter", "lookup"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("ok     machine ") and "lossless: " in out and str(tmp_path) not in out
+
+
+def test_a_cache_that_keeps_a_rejected_row_is_reported(monkeypatch, tiny):
     commit = Caches.commit
 
     def keep_more(self: Caches, keep: list[int]) -> None:
         commit(self, [min(keep[0] + 1, self.uncommitted)] if len(keep) == 1 else keep)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Caches, "commit", keep_more)
-        broken = self_test(tiny, None, PATIENT, StageProgress(io.StringIO()))
+    monkeypatch.setattr(Caches, "commit", keep_more)
+    broken = self_test(tiny, None, SHORT, StageProgress(io.StringIO()))
     parted = [each.divergence for each in broken.wrong if each.divergence is not None]
     assert parted[0].found != parted[0].expected and parted[0].gap.roundings > broken.allowed
-    monkeypatch.setattr("mlx_spec.apps.doctor.load", lambda **_: tiny)
-    monkeypatch.setattr("mlx_spec.apps.selftest.self_test", lambda *_: broken)
-    assert main([]) == 1
-    out, err = capsys.readouterr()
-    assert out.startswith("ok     machine ") and "Traceback" not in err
-    block = out[out.index("\n---") + 1 :].splitlines()
-    assert block[0] == block[2] == block[-1] == "-" * WIDTH
-    text = " ".join(" ".join(block).split())
+    text = shown(broken)
     assert "verdict FAILED" in text and "difference spoiled drafts, greedy" in text
-    assert f"token {parted[0].position} is" in text and "roundings of bfloat16" in text
+    assert f"token {parted[0].position} is" in text and "roundings of float32" in text
 
 
 def test_a_window_that_keeps_a_rejected_row_is_found(monkeypatch, tiny):
@@ -142,7 +148,7 @@ def test_a_window_that_keeps_a_rejected_row_is_found(monkeypatch, tiny):
                 columns.first = [columns.first[0] - 1]
 
     monkeypatch.setattr(Caches, "commit", keep_a_row)
-    broken = self_test(tiny, None, PATIENT, StageProgress(io.StringIO()))
+    broken = self_test(tiny, None, SHORT, StageProgress(io.StringIO()))
     assert not broken.passed and SPOILED in {each.decoder for each in broken.wrong}
 
 
@@ -151,7 +157,7 @@ def test_what_breaks_off_an_answer_is_reported(monkeypatch, pair):
         raise IndexError("no such row in /home/somebody/cache.bin")
 
     monkeypatch.setattr(Caches, "commit", commit)
-    broken = self_test(pair, None, PATIENT, StageProgress(io.StringIO()))
+    broken = self_test(pair, None, SHORT, StageProgress(io.StringIO()))
     assert not broken.passed
     assert {each.error for each in broken.wrong} == {"IndexError: no such row in (a file)"}
 
@@ -181,17 +187,17 @@ def test_blocks_that_give_other_logits_fail():
 
 def test_float32_that_is_rounded_is_noted(monkeypatch):
     mac.imitate_metal(monkeypatch, mac.MACS[16], mx)
-    found = []
+    checks = []
     for wanted in ("0", "1"):
         monkeypatch.setenv("MLX_ENABLE_TF32", wanted)
-        found += [check for check in all_checks() if check.name == "backend"]
-    assert [check.state for check in found] == ["ok", "note"]
-    assert "on the GPU, by Metal; MLX_ENABLE_TF32 is set" in found[1].text
+        checks.append(next(check for check in all_checks() if check.name == "backend"))
+    assert [check.state for check in checks] == ["ok", "note"]
+    assert "on the GPU, by Metal; MLX_ENABLE_TF32 is set" in checks[1].text
 
 
 def test_without_mlx_the_rest_is_checked(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))  # not the models of the user
-    monkeypatch.setattr(platformdirs, "user_data_path", lambda name: tmp_path / name)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setitem(sys.modules, "mlx.core", None)
     assert main([]) == 1
     out, err = capsys.readouterr()
@@ -217,7 +223,8 @@ PARTS = {"target": part_in_words(str(demo.TARGET), None), "drafter": part_in_wor
 
 def shown(found: SelfTest, *made: Check) -> str:
     lines = certificate(PARTS, found, list(made), NOW)
-    assert all(len(line) <= WIDTH for line in lines)
+    assert lines[0] == lines[2] == lines[-1] == "-" * WIDTH and max(map(len, lines)) <= WIDTH
+    assert not Examination(list(made), PARTS, found).is_fine
     return " ".join("\n".join(lines).split())
 
 

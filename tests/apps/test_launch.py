@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
-from support.checkpoints import edit_config
+from support.checkpoints import edit_config, float32_copy
 from support.endpoint import DEMO, Stub, listening
 
 from mlx_spec import demo
@@ -71,7 +69,7 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "record"
 
 
-def test_an_agent_takes_the_place_of_the_command(url: str, agents: Path) -> None:
+def test_an_agent_takes_the_place_of_the_command(url, agents):
     words = ["codex", "--url", url, "--api-key", KEY, "--", "exec", "--json", "What does zip do?"]
     command = [sys.executable, "-m", "mlx_spec", "launch", *words]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -94,7 +92,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, 
     return dict(word.split("=", 1) for word in rest[:count]), rest[count:]
 
 
-def test_claude(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_claude(url, capsys):
     variables, words = printed(capsys, "claude", "--url", url, "--api-key", KEY)
     assert words == ["claude"] and variables["ANTHROPIC_BASE_URL"] == url
     assert variables["ANTHROPIC_AUTH_TOKEN"] == "YOUR-KEY" and variables["ANTHROPIC_API_KEY"] == ""
@@ -103,7 +101,7 @@ def test_claude(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert models == {"long"} and variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "65536"
 
 
-def test_opencode(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_opencode(url, capsys):
     variables, words = printed(capsys, "opencode", "--url", url, "--api-key", KEY, "run", "hi")
     config = json.loads(variables["OPENCODE_CONFIG_CONTENT"])
     provider, model = config["model"].split("/")
@@ -114,7 +112,7 @@ def test_opencode(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["models"][model]["limit"]["context"] == 65_536
 
 
-def test_qwen(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_qwen(url, capsys):
     variables, words = printed(capsys, "qwen", "--url", f"{url}/v1", "--api-key", KEY)
     assert variables == {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "YOUR-KEY", "OPENAI_MODEL": "long"}
     assert words == ["qwen", "--auth-type", "openai", "--model", "long"]
@@ -124,7 +122,7 @@ def test_qwen(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     ("given", "expected"),
     [({}, "127.0.0.1"), ({"no_proxy": "a.b"}, "a.b,127.0.0.1"), ({"NO_PROXY": "*"}, None)],
 )
-def test_a_server_here_is_not_asked_through_a_proxy(given, expected, url, capsys, monkeypatch) -> None:
+def test_a_server_here_is_not_asked_through_a_proxy(given, expected, url, capsys, monkeypatch):
     for name, value in ({"http_proxy": "http://proxy:3128"} | given).items():
         monkeypatch.setenv(name, value)
     variables, _ = printed(capsys, "claude", "--url", url, "--api-key", KEY)
@@ -134,68 +132,66 @@ def test_a_server_here_is_not_asked_through_a_proxy(given, expected, url, capsys
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--model", "short"], "context of 4096 tokens, and claude needs 40000"),
-        (["--model", "plain"], "has no tool calls"),
-        (["--model", "other"], "has long, short, plain"),
-        (["--api-key", "wrong"], "give it with --api-key"),
-        (["--url", "http://127.0.0.1:1"], "no mlx-spec server at http://127.0.0.1:1"),
-        (["--url", "http://[::1"], "write http://HOST:PORT"),
-        (["--url", "http://127.0.0.1:99999"], "no mlx-spec server at http://127.0.0.1:99999"),
-        (["--url", "http://two words:80"], "no mlx-spec server at http://two words:80"),
+        (["--model=short"], "context of 4096 tokens, and claude needs 40000"),
+        (["--model=plain"], "has no tool calls"),
+        (["--model=other"], "has long, short, plain"),
+        (["--api-key=wrong"], "give it with --api-key"),
+        (["--url=http://127.0.0.1:1"], "no mlx-spec server at http://127.0.0.1:1"),
+        (["--url=http://[::1"], "write http://HOST:PORT"),
+        (["--url=http://127.0.0.1:99999"], "no mlx-spec server at http://127.0.0.1:99999"),
+        (["--url=http://two words:80"], "no mlx-spec server at http://two words:80"),
+        (
+            ["--print", "--url=http://127.0.0.1:1", "--target=demo"],
+            "--print starts none: start it with `mlx-spec serve demo`",
+        ),
     ],
 )
 @pytest.mark.usefixtures("agents")
-def test_refusals(words: list[str], problem: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = {"--url": url, "--api-key": KEY} | dict([words])
-    assert launch.main(["claude", *(word for pair in given.items() for word in pair)]) == 1
+def test_refusals(words, problem, url, capsys):
+    assert launch.main(["claude", f"--url={url}", f"--api-key={KEY}", *words]) == 1
     error = capsys.readouterr().err
     assert problem in error and error.count("\n") == 1
 
 
-def test_print_starts_no_server(capsys: pytest.CaptureFixture[str]) -> None:
-    """It names the command that starts the one that was asked for."""
-    assert launch.main(["claude", "--print", "--url", "http://127.0.0.1:1", "--target", "demo"]) == 1
-    assert "--print starts none: start it with `mlx-spec serve demo`" in capsys.readouterr().err
-
-
-def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+def test_a_program_that_is_not_there(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert launch.main(["qwen"]) == 1
     assert "npm install -g @qwen-code/qwen-code" in capsys.readouterr().err
 
 
-def test_a_server_lives_as_long_as_the_agent(
-    agents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its port is its own choice: one that was found free is taken before the server listens."""
-    really, taken = server_process.launch, list[socket.socket]()
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Undo how this process handles the signals that `launch` handles."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
-    def start(options: Any, selection: Any, port: int, log: Path) -> subprocess.Popen[bytes]:
-        if port:
-            taken.append(socket.create_server(("127.0.0.1", port)))  # as a connection of another program may
-        return really(options, selection, port, log)
 
-    monkeypatch.setattr(server_process, "launch", start)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    target = Path(shutil.copytree(demo.TARGET, tmp_path / "big"))
+@pytest.mark.usefixtures("signals")
+def test_a_server_lives_as_long_as_the_agent(agents, tmp_path, monkeypatch):
+    """Its port is its own choice: one that was found free may be taken before the server listens."""
+    ports, start = list[int](), server_process.launch
+
+    def count(options: Any, selection: Any, port: int, log: Path) -> subprocess.Popen[bytes]:
+        ports.append(port)
+        return start(options, selection, port, log)
+
+    monkeypatch.setattr(server_process, "launch", count)
+    target = float32_copy(demo.TARGET, tmp_path / "big")
     edit_config(target, lambda config: config["text_config"].update(max_position_embeddings=65_536))
     words = ("--url", "http://127.0.0.1:1", "--target", str(target), "--drafter", "none")
     assert launch.main(["claude", *words, "--", "-p", "hi"]) == 7
     record = json.loads(agents.read_text())
-    assert (record["arguments"], record["health"]) == (["-p", "hi"], "ok")
+    assert (record["arguments"], record["health"], ports) == (["-p", "hi"], "ok", [0])
     with pytest.raises(URLError):
         urlopen(f"{record['environment']['ANTHROPIC_BASE_URL']}/health")
 
 
-@pytest.mark.usefixtures("agents")
-def test_the_last_words_of_a_server_that_does_not_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def start(options: Any, selection: Any, port: int, log: Path) -> subprocess.Popen[bytes]:
-        log.write_text("mlx-spec: loading it\nmlx-spec: it holds no weights\nand more\n")
-        return subprocess.Popen([sys.executable, "-S", "-c", ""])
-
-    monkeypatch.setattr(server_process, "launch", start)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert launch.main(["claude", "--url", "http://127.0.0.1:1", "--target", "big"]) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "mlx-spec: it holds no weights"
+@pytest.mark.usefixtures("agents", "signals")
+def test_the_last_words_of_a_server_that_does_not_start(tmp_path, capsys):
+    (tmp_path / "log").write_text("mlx-spec: loading it\nmlx-spec: it holds no weights\nand more\n")
+    assert server_process.last_words(tmp_path / "log") == "it holds no weights"
+    assert launch.main(["claude", "--url", "http://127.0.0.1:1", "--target", "/no/model"]) == 1
+    assert "there is no folder /no/model" in capsys.readouterr().err.splitlines()[-1]

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import getpass
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support import mac
 
 import mlx_spec
-from mlx_spec.apps import bench, report, selftest
-from mlx_spec.apps.bench import measured
+from mlx_spec.apps import report
+from mlx_spec.apps.bench import QUESTIONS
 from mlx_spec.apps.doctor import version
-from mlx_spec.apps.report import hiding, main
+from mlx_spec.apps.report import block, hiding, main
+from mlx_spec.apps.selftest import Effort
 
 
-def test_the_block_names_machine_versions_text_and_speeds(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(report, "load", lambda **_: tiny)
-    monkeypatch.setattr(selftest, "QUICK", replace(selftest.QUICK, questions=1, tokens=9, seconds=10.0))
-    monkeypatch.setattr(report, "measured", lambda pair, tokens, repeats: measured(pair, 8, repeats))
-    questions = bench.QUESTIONS
-    monkeypatch.setattr(bench, "QUESTIONS", questions[:1])
-    assert main([]) == 0
-    out = capsys.readouterr().out
-    lines = out.splitlines()
-    assert lines[0] == "```text" and lines[-1] == "```" and max(map(len, lines)) <= 90
+def test_the_block_names_machine_versions_text_and_speeds(tiny):
+    effort = Effort(seconds=600.0, questions=1, tokens=5)
+    lines, is_fine = block(lambda: tiny, hiding(), effort, tokens=8, most=1)
+    out = "\n".join(lines)
+    assert is_fine and max(map(len, lines)) <= 90
     for expected in (
         f"mlx-spec {mlx_spec.__version__}, mlx {version('mlx')}",
         "verdict      lossless",
@@ -35,31 +29,27 @@ def test_the_block_names_machine_versions_text_and_speeds(tiny, monkeypatch, cap
         assert expected in out
     arms = [line.split()[0] for line in lines if line.startswith(("plain ", "K = ", "adaptive "))]
     assert arms == ["plain", "K", "K", "adaptive"]
-    for secret in (str(Path.home()) + "/", *questions):
+    for secret in (str(Path.home()) + "/", *QUESTIONS):
         assert secret not in out
 
 
-def test_on_a_mac_the_block_ends_with_what_only_a_mac_can_tell(monkeypatch, capsys):
-    mac.imitate_system(monkeypatch, mac.MACS[16])
-    monkeypatch.setattr(report, "load", lambda **_: (_ for _ in ()).throw(mlx_spec.NotFound("no such model")))
-    assert main([]) == 1  # also if the rest fails
-    lines = capsys.readouterr().out.splitlines()
-    asked = [line[2:].split(":")[0] for line in lines if line.startswith("- ")]
-    assert asked == [question.split(":")[0] for question in report.undecided()]
-    assert len(asked) > 15 and lines[-1] == "```"
-
-
 def test_what_fails_is_in_the_block_without_its_place(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(getpass, "getuser", lambda: "ludwig")
+    """On a Mac the block ends with what only a Mac can tell, also then."""
+    mac.imitate_system(monkeypatch, mac.MACS[16])
+    monkeypatch.setenv("LOGNAME", "ludwig")
     monkeypatch.setattr(socket, "gethostname", lambda: "ludwigs-mac.local")
     place = tmp_path / "of ludwig" / "my models"
     place.mkdir(parents=True)
     (place / "config.json").write_text("{")
     assert main([str(place)]) == 1
     out = capsys.readouterr().out
-    assert "problem: " in out and "config.json" not in out
+    lines = out.splitlines()
+    assert lines[0] == "```text" and "problem: " in out and "config.json" not in out
     for secret in ("ludwig", str(tmp_path), "my models"):
         assert secret not in out
+    asked = [line[2:].split(":")[0] for line in lines if line.startswith("- ")]
+    assert asked == [question.split(":")[0] for question in report.undecided()]
+    assert len(asked) > 15 and lines[-1] == "```"
 
 
 @pytest.mark.parametrize(

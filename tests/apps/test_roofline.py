@@ -216,6 +216,6 @@ def test_program_plans_for_another_chip(spelling, capsys):
         *((text, None) for text in ("{}", '{"draft_tokens": 3}', "[]", "{")),
     ],
 )
-def test_a_report_of_training_that_is_not_ours(tmp_path: Path, training: str, rate: float | None) -> None:
+def test_a_report_of_training_that_is_not_ours(tmp_path, training, rate):
     (tmp_path / "training.json").write_text(training)
     assert pair_acceptance("pair", Checkpoint(tmp_path)) == (rate and pytest.approx(rate, abs=0.01))

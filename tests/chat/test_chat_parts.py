@@ -6,14 +6,14 @@ import fcntl
 import os
 import pty
 import re
-import select
 import signal
 import stat
 import struct
 import sys
 import termios
-from collections.abc import Iterator
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -354,29 +354,43 @@ def test_code_and_tables():
     assert [line.split() for line in shown.splitlines()[4:7:2]] == [["a", "b"], ["1", "22"]]
 
 
-def test_rendered_at_the_end(monkeypatch):
-    """The streamed rows are taken back, and the rendered ones take their place."""
+def written(pieces: Iterable[str], lines: int, columns: int, *, renders: bool) -> str:
+    """Return what a terminal of that size gets for an answer in pieces."""
     end, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 8, 0, 0))
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    with open(terminal, "w") as stdout, open(end, "rb", buffering=0) as screen:
-        monkeypatch.setattr(sys, "stdout", stdout)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    got = bytearray()
+
+    def read() -> None:
+        with suppress(OSError), open(end, "rb", buffering=0) as screen:  # OSError: the other end is closed
+            while part := screen.read(65536):
+                got.extend(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with open(terminal, "w") as stdout, pytest.MonkeyPatch.context() as patch:
+        patch.delenv("NO_COLOR", raising=False)
+        patch.setenv("TERM", "xterm")
+        patch.setattr(sys, "stdout", stdout)
         shown = Terminal()
-        shown.piece("**bold**\ntext", "answer")
+        shown.renders = renders
+        for piece in pieces:
+            shown.piece(piece, "answer")
         shown.end()
         shown.render()
-        expected = "**bold**\r\ntext\r\n\r\x1b[2A\x1b[J\x1b[1mbold\x1b[0m\r\ntext\r\n"
-        seen = b""
-        while len(seen) < len(expected):
-            assert select.select([screen], [], [], LIMIT)[0], seen
-            seen += screen.read(65536)
-    assert seen.decode() == expected
+    reader.join(LIMIT)
+    return got.decode()
 
 
-def seen(written: str, lines: int) -> list[str]:
+def test_rendered_at_the_end():
+    """The streamed rows are taken back, and the rendered ones take their place."""
+    expected = "**bold**\r\ntext\r\n\r\x1b[2A\x1b[J\x1b[1mbold\x1b[0m\r\ntext\r\n"
+    assert written(["**bold**\ntext"], 24, 8, renders=False) == expected
+
+
+def seen(text: str, lines: int) -> list[str]:
     """Return what a terminal of that height shows, with what has scrolled away."""
     screen, row, column = [""], 0, 0
-    for code, move, char in re.findall(r"\x1b\[(\d*)(?:;\d+)*([A-Za-z])|(.)", written, re.DOTALL):
+    for code, move, char in re.findall(r"\x1b\[(\d*)(?:;\d+)*([A-Za-z])|(.)", text, re.DOTALL):
         if move == "A":
             assert int(code) < lines, "above the screen"
             row -= int(code)
@@ -402,19 +416,11 @@ ITEMS = [f"{i}. item **{i}**\n\n" for i in range(1, 31)]
 @pytest.mark.parametrize(
     "parts", [LONG, ITEMS, ["plain\n\n", "```python\n", *["x = 1\n"] * 20, "```\n", "*a*"]]
 )
-def test_answers_longer_than_the_screen_are_rendered(parts, size, monkeypatch):
+def test_answers_longer_than_the_screen_are_rendered(parts, size):
     """Each block when it has ended, with what one rendering of all would show."""
-    written: list[str] = []
     text = "".join(parts)
-    shown = Terminal()
-    monkeypatch.setattr("mlx_spec.apps.chat.terminal._size", lambda _: os.terminal_size((60, 10)))
-    monkeypatch.setattr(shown, "_put", written.append)
-    shown.has_styles = shown.renders = True
-    for start in range(0, len(text), size):
-        shown.piece(text[start : start + size], "answer")
-    shown.end()
-    shown.render()
-    lines = [line.split() for line in seen("".join(written), 10) if line]
+    pieces = (text[start : start + size] for start in range(0, len(text), size))
+    lines = [line.split() for line in seen(written(pieces, 10, 60, renders=True), 10) if line]
     if parts[0] == "plain\n\n":  # code that is higher than the screen stays as it came
         assert lines[0] == ["plain"] and lines[-1] == ["a"] and "```python" in lines[1]
     else:
@@ -439,24 +445,22 @@ def test_lines_end_between_words(pieces, shown):
 
 
 @pytest.fixture
-def keyboard(monkeypatch) -> Iterator[PipeInput]:
+def keyboard() -> Iterator[PipeInput]:
     """What editors read keys from."""
     with create_pipe_input() as typed:
-        monkeypatch.setattr("mlx_spec.apps.chat.input.create_input", lambda _: typed)
-        monkeypatch.setattr("mlx_spec.apps.chat.input._output", DummyOutput)
         yield typed
 
 
-def open_editor(interrupts: Interrupts, history: Path | None = None) -> LineEditor:
+def open_editor(keyboard: PipeInput, interrupts: Interrupts, history: Path | None = None) -> LineEditor:
     commands = Commands(SimpleNamespace(terminal=None, conversation=None))
-    return LineEditor(interrupts, commands.completer(), history)
+    return LineEditor(interrupts, commands.completer(), history, keyboard, DummyOutput())
 
 
 def read(keyboard: PipeInput, keys: str, history: Path | None = None) -> str:
     """The message of a new editor; the keys are typed when it waits for them."""
     interrupts = Interrupts()
     interrupts.clear = lambda: keyboard.send_text(f"{keys}\r")
-    return open_editor(interrupts, history).read()
+    return open_editor(keyboard, interrupts, history).read()
 
 
 @pytest.mark.parametrize(
@@ -492,7 +496,7 @@ def test_history(keyboard, tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize("key", [Keys.SIGINT, Keys.ControlC])
 def test_ctrl_c_as_the_editor_ends_stops_the_answer(keyboard, key):
     with Interrupts() as interrupts, interrupts.acting(CtrlC.NOTE):
-        editor = open_editor(interrupts)
+        editor = open_editor(keyboard, interrupts)
         waiting = editor._session.app.key_processor
 
         def type_or_press(app: Application[str]) -> None:

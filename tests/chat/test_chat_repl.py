@@ -19,12 +19,9 @@ from support.screen import GOLDEN, PAIR, READY, STATUS, TINY, Screen, at_home
 from support.spans import ROOT as SEEING
 from support.waiting import wait_until
 
-from mlx_spec.apps.chat import conversation, models
+from mlx_spec.apps.chat import models
 from mlx_spec.apps.chat.conversation import NoModelLeft
 from mlx_spec.apps.chat.saved import FORMAT
-from mlx_spec.errors import NotFound
-from mlx_spec.hub.catalog import PairSpec
-from mlx_spec.pair import Pair
 
 SCHEMA = {
     "type": "object",
@@ -179,10 +176,10 @@ def test_drafts_return_to_the_drafter_of_the_command_line(converse):
     assert "drafter: lookup, " in lookup and f"drafter: {GOLDEN / 'assistant'}, " in shown
 
 
-def test_highlight(converse, monkeypatch):
-    monkeypatch.setattr("mlx_spec.apps.chat.terminal._has_styles", lambda _: True)
+def test_highlight(converse):
     options = [*PAIR, "--max-tokens=24", "--num-draft-tokens=3"]
-    _, *said = converse(options, JOIN, "/highlight on", "/retry", "/highlight off", "/retry", "/draft auto")
+    lines = JOIN, "/highlight on", "/retry", "/highlight off", "/retry", "/draft auto"
+    _, *said = converse(options, *lines, has_styles=True)
     texts = [re.sub(r"\x1b\[[\d;]*m", "", one) for one in said]
     plain, shown, again = (answer_in(texts[i]) for i in (0, 2, 4))
     assert "drafted at position 1 2 3 4 5+" in texts[1] and "no highlighting" in texts[3]
@@ -268,18 +265,22 @@ def test_model_that_cannot_be_loaded(tmp_path):
     os.close(writing)
 
 
-def test_it_ends_without_any_model(converse, monkeypatch):
-    def gone(choice: PairSpec, **_: bool) -> Pair:
-        raise NotFound(f"{choice.target} is gone")
+def test_it_ends_without_any_model(converse, tmp_path):
+    first, other = (shutil.copytree(GOLDEN / "target", tmp_path / name) for name in ("first", "other"))
 
-    monkeypatch.setattr(conversation, "open_pair", gone)
-    with pytest.raises(NoModelLeft, match=r"is gone; and .* cannot be either"):
-        converse(TINY, "/model demo", "hello")
+    def change() -> str:
+        for folder in (first, other):
+            os.truncate(folder / "model.safetensors", 99)
+        models.load.cache_clear()  # so that the former one is read again
+        return f"/model {other}"
+
+    with pytest.raises(NoModelLeft, match=r"other.*; and .*first, .* cannot be either: "):
+        converse([f"--target={first}", "--drafter=none"], change, "hello")
 
 
 def test_model_is_downloaded(converse, tmp_path, monkeypatch):
     """Size, free disk and memory first; fetched after a yes, and Ctrl-C only pauses that."""
-    replies, fetch = iter("nyy"), models.download
+    fetch = models.download
 
     def interrupted(name: str) -> bool:
         signal.raise_signal(signal.SIGINT)  # it reaches both programs
@@ -287,14 +288,13 @@ def test_model_is_downloaded(converse, tmp_path, monkeypatch):
         return False
 
     monkeypatch.setattr(models, "download", interrupted)
-    monkeypatch.setattr("builtins.input", lambda: next(replies))
     with serving({E2B: GOLDEN / "target", ASSISTANT: GOLDEN / "assistant"}) as hub:
         for name, value in hub.variables(tmp_path).items():
             if name.startswith("HF_"):
                 monkeypatch.setenv(name, value)
         hub.take_place(monkeypatch, tmp_path / "hub")
         lines = ("hello", "/model", *["/model gemma-4-e2b"] * 3, "/show")
-        _, _, listed, *asked, shown = converse([*TINY, "--max-tokens=4"], *lines)
+        _, _, listed, *asked, shown = converse([*TINY, "--max-tokens=4"], *lines, replies="nyy")
     assert re.search(f"gemma-4-e2b +{E2B}", listed)
     for said in asked:
         assert re.search(r"(: 0\.\d MB of 0\.\d MB to fetch\n)+.* are free on the disk; memory: yes, ", said)

@@ -65,12 +65,10 @@ def test_changes_keep_the_turns(converse, tmp_path, monkeypatch):
     assert "ended with status 1" in converse([*PAIR, FEW], "/edit")[1]
 
 
-def test_save_asks_before_it_replaces_another_conversation(converse, tmp_path, monkeypatch):
-    replies = iter("ny")
-    monkeypatch.setattr("builtins.input", lambda: next(replies))
+def test_save_asks_before_it_replaces_another_conversation(converse, tmp_path):
     save = f"/save {tmp_path / 'talk'}"
     lines = ("hello", save, "more", save, "/clear", save, save)
-    _, _, _, _, more, _, kept_as_it_was, replaced = converse([*TINY, FEW], *lines)
+    _, _, _, _, more, _, kept_as_it_was, replaced = converse([*TINY, FEW], *lines, replies="ny")
     assert "2 turns saved" in more, "it only grew"
     assert "holds another conversation (2 turns)" in kept_as_it_was and "nothing was saved" in kept_as_it_was
     assert "0 turns saved" in replaced
@@ -153,42 +151,37 @@ def test_a_journal_writes_only_files_of_its_folder_and_all_that_changed(tmp_path
     assert found["messages"] == TURN * 2 and found["settings"] == {"temperature": 0.5}
 
 
-def test_a_file_that_was_cut_inside_a_character_keeps_all_other_turns(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("home")
+def test_a_file_that_was_cut_inside_a_character_keeps_all_other_turns():
     """As a full disk cuts it. A chat that was killed before its first line leaves an empty file."""
-    journal, messages = saved.Journal(tmp_path, lambda text: None), []
+    journal, messages = saved.Journal(saved.kept_folder(), lambda text: None), []
     for i in range(3):
         journal.ask(f"问题 {i}", {"messages": list(messages), "system": None, "settings": {}})
         journal.add(Piece("回答" * 9, "answer", None))
         messages += [{"role": "user", "content": f"问题 {i}"}, {"role": "assistant", "content": "回答" * 9}]
         journal.keep({"messages": list(messages), "system": None, "settings": {}})
     journal.close()
-    (file,) = tmp_path.iterdir()
+    (file,) = saved.kept_files()
     whole = file.read_bytes()
     first = saved.read(file)["messages"][:2]
     for cut in range(len(whole) - 60, len(whole)):
         file.write_bytes(whole[:cut])
         assert saved.read(file)["messages"][:2] == first
-    (tmp_path / f"z{saved.KEPT_SUFFIX}").touch()
-    monkeypatch.setattr(saved, "kept_folder", lambda: tmp_path)
+    (saved.kept_folder() / f"z{saved.KEPT_SUFFIX}").touch()
     assert saved.newest() == file and len(saved.kept_rows()) == 1
 
 
-def test_a_kept_conversation_is_renamed_and_deleted(tmp_path, monkeypatch):
-    monkeypatch.setattr(saved, "kept_folder", lambda: tmp_path)
-    journal = saved.Journal(tmp_path, print)
+def test_a_kept_conversation_is_renamed_and_deleted(home):
+    journal = saved.Journal(saved.kept_folder(), print)
     now = {"messages": [], "system": None}
     journal.ask("hello", now)
     new = saved.rename(saved.find_kept("1"), "about zip")
-    assert saved.find_kept("about zip") == new and kept_names(tmp_path) == ["about zip"]
+    assert saved.find_kept("about zip") == new and kept(home) == [new]
     for name in ("../up", "7", ".hidden", "about zip"):
         with pytest.raises(InvalidValue):
             saved.rename(new, name)
     saved.delete(new)
     journal.leave_deleted()
     journal.ask("again", now)
-    assert len(kept_names(tmp_path)) == 1 and kept_names(tmp_path) != ["about zip"]
+    assert len(kept(home)) == 1 and kept(home) != [new]
     journal.close()
-
-
-def kept_names(folder: Path) -> list[str]:
-    return [file.stem for file in folder.glob("*.jsonl")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import platformdirs
 import pytest
 from support import sparse
 from support.hub_stand_in import ASSISTANT, E2B, Hub, serving
@@ -35,5 +34,5 @@ def cache(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache and an empty folder of pairs."""
     folder = tmp_path / "home" / "hub"
     served.take_place(monkeypatch, folder)
-    monkeypatch.setattr(platformdirs, "user_data_path", lambda name: tmp_path / "data" / name)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     return folder

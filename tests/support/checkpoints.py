@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,11 +33,11 @@ def stored(file: Path) -> Tensors:
     return loaded
 
 
-def edit_tensors(folder: Path, edit: Callable[[Tensors], object]) -> None:
-    tensors = stored(folder / "model.safetensors")
+def edit_tensors(folder: Path, edit: Callable[[Tensors], object], name: str = "model.safetensors") -> None:
+    tensors = stored(folder / name)
     mx.eval(tensors)
     edit(tensors)
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
+    mx.save_safetensors(str(folder / name), tensors, {"format": "mlx"})
 
 
 @contextmanager
@@ -56,7 +57,15 @@ def to_float32(folder: Path) -> None:
     def widen(tensors: Tensors) -> None:
         tensors.update({n: a.astype(mx.float32) for n, a in tensors.items() if a.dtype == mx.bfloat16})
 
-    edit_tensors(folder, widen)
+    for file in folder.glob("*.safetensors"):
+        edit_tensors(folder, widen, file.name)
+
+
+def float32_copy(source: Path, folder: Path) -> Path:
+    """Copy a checkpoint in float32: no row class is measured for it, and its passes are short on a CPU."""
+    shutil.copytree(source, folder)
+    to_float32(folder)
+    return folder
 
 
 def split(folder: Path, count: int) -> None:

@@ -38,6 +38,7 @@ class Hub:
     swapped: bytes | None = None  # content that is sent instead of the weights
     xet: tuple[str, str] | None = None  # a storage of Xet and the hash of the weights in it
     etag: str | None = None  # that of every file, instead of its own
+    named: tuple[str, str] | None = None  # the commit and a file that it says a repository has
     pushed: dict[str, Path] = field(default_factory=dict)  # what main holds by now; else COMMIT is main
 
     def variables(self, home: Path) -> dict[str, str]:
@@ -130,6 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(404, "RevisionNotFound")
         files = [_describe(file) for file in sorted(folder.iterdir()) if file.is_file()]
         whole = {"id": name, "modelId": name, "sha": self.commit, "siblings": files}
+        if self.hub.named is not None:
+            whole["sha"], whole["siblings"] = self.hub.named[0], [files[0] | {"rfilename": self.hub.named[1]}]
         return self._send(json.dumps(files if is_tree else whole).encode())
 
     def _send_file(self, file: Path) -> None:
