@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_repetition_penalty
 from support.exact_distribution import reference
@@ -90,6 +90,9 @@ def check(sampling: Sampling, found: np.ndarray, row: np.ndarray, history: list[
     dtype=st.sampled_from([mx.float32, mx.float32, mx.float16, mx.bfloat16]),
     seed=st.integers(0, 99),
 )
+@example({"temperature": 1.0, "top_p": 0.95}, 5000, [], 0.5, mx.float32, 4)  # ties at a cut of the vocabulary
+@example({"temperature": 1.7, "top_p": 0.9, "min_p": 0.02}, 5000, [9], 2.0, mx.float32, 5)
+@example({"temperature": 1.0, "top_k": 4097, "top_p": 0.99}, 5000, [], 0.5, mx.float32, 6)
 def test_a_distribution_is_that_of_its_definition(fields, vocab, drafted, step, dtype, seed) -> None:
     """Also the rows of a draft, each of which counts the drafted tokens before it, as one by one."""
     sampling = Sampling(**fields, late_tokens=LATE)
