@@ -31,12 +31,13 @@ from arms import temporary_folder
 from timing import finish, parser, table
 
 import mlx_spec
-from mlx_spec.apps.bench import Run, arm, in_turns
+from mlx_spec.apps.bench import arm, in_turns
 from mlx_spec.apps.race import question
 from mlx_spec.decode.statistics import Statistics
 from mlx_spec.types import Round
 
 Costs = dict[str, float]  # in plain tokens, by kind of round
+Answer = tuple[list[Round], list[Round]]  # with drafts, and plain
 
 QUESTIONS = """
 What does os.path.join do?|What does zip do?|Show me how to read a JSON file|What is the signature of re.sub?
@@ -84,8 +85,8 @@ def main() -> None:
     finish("gains", results, options, started)
 
 
-def _answer(model: str, words: str, index: int, tokens: int) -> tuple[Run, Run]:
-    """Return the first answer of a new pair, with drafts and plain, decoded in turns."""
+def _answer(model: str, words: str, index: int, tokens: int) -> Answer:
+    """Return the rounds of the first answer of a new pair, with drafts and plain, decoded in turns."""
     pair = mlx_spec.load(model)
     if index and index % 10 == 0 and pair.policies.folder is not None:
         shutil.rmtree(pair.policies.folder, ignore_errors=True)
@@ -93,27 +94,27 @@ def _answer(model: str, words: str, index: int, tokens: int) -> tuple[Run, Run]:
     drafted, plain = in_turns(
         pair, [arm(pair, None), arm(pair, 0)], question(pair.tokenizer, words), tokens, index
     )
-    return drafted, plain
+    return drafted.done, plain.done  # the rounds alone: a run keeps its pair in memory
 
 
-def _true_costs(answers: list[tuple[Run, Run]], least: int = 5) -> Costs:
+def _true_costs(answers: list[Answer], least: int = 5) -> Costs:
     """Return the true costs of the rounds of which `least` were timed, in plain tokens."""
     costs = defaultdict[str, list[float]](list)
     for drafted, plain in answers:
-        token = median(round.seconds for round in plain.done[1:] or plain.done)
-        for round in drafted.done[1:]:
+        token = median(round.seconds for round in plain[1:] or plain)
+        for round in drafted[1:]:
             costs[_kind(round)].append(round.seconds / token)
     true = {kind: max(median(ratios), 1.0) for kind, ratios in costs.items() if len(ratios) >= least}
-    return true | {_kind(answers[0][1].done[0]): 1.0}
+    return true | {_kind(answers[0][1][0]): 1.0}
 
 
-def _checked(answers: list[tuple[Run, Run]], true: Costs) -> dict[str, Any]:
+def _checked(answers: list[Answer], true: Costs) -> dict[str, Any]:
     """Compare what the answers show with the true costs of their rounds."""
     names = ("drafted", "exact", "bound", "none", "judged", "off", "above", "disagree")
     counts, worst = dict.fromkeys(names, 0), 0.0
     for drafted, _ in answers:
         shown = Statistics()
-        for round in drafted.done:
+        for round in drafted:
             shown = shown.plus(round, 0.0)
         if not shown.drafted:
             continue
@@ -122,9 +123,9 @@ def _checked(answers: list[tuple[Run, Run]], true: Costs) -> dict[str, Any]:
         counts["bound"] += shown.known_gain is None and shown.gain_words is not None
         counts["none"] += shown.gain_words is None
         counts["disagree"] += bool(shown.accepted) and not shown.reason.is_on
-        if any(_kind(round) not in true for round in drafted.done):
+        if any(_kind(round) not in true for round in drafted):
             continue
-        gain = shown.generated_tokens / sum(true[_kind(round)] for round in drafted.done)
+        gain = shown.generated_tokens / sum(true[_kind(round)] for round in drafted)
         counts["judged"] += 1
         counts["off"] += shown.known_gain is not None and not 1 / 1.15 < shown.known_gain / gain < 1.15
         if shown.known_gain is None and shown.gain_at_least is not None:
