@@ -40,9 +40,8 @@ from mlx_spec.decode import Batch
 from mlx_spec.decode.loop import decode, generate
 from mlx_spec.decode.running import RunningSequence
 from mlx_spec.pair import Pair
-from mlx_spec.policy import FixedPolicy
+from mlx_spec.policy import FixedPolicy, calibrate
 from mlx_spec.policy.batch import BatchPolicies
-from mlx_spec.policy.calibrate import measured
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler
@@ -172,7 +171,14 @@ def arms_of(
         prompt, script = next(iter(scripted.items()))
         target = pair.open().target
         target.prefill(list(prompt[:-1]))
-        policies.use(measured(target, (Scripted(script, vocab),), list(prompt), vocab))
+        watch = calibrate.Stopwatch(limit_s=1.0)
+        measuring = calibrate.measure(target, (Scripted(script, vocab),), list(prompt), vocab, (), watch)
+        while True:
+            try:
+                next(measuring)
+            except StopIteration as done:
+                policies.use(done.value)
+                break
     else:
         for _ in pair.calibrate():
             pass
