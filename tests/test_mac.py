@@ -31,9 +31,9 @@ ROOT = Path(__file__).parents[1]
 PARTS = [
     "tests/decode/test_load.py",
     "--deselect=tests/decode/test_load.py::test_import_is_light",
+    "--deselect=tests/decode/test_load.py::test_each_file_is_opened_once",
     "tests/decode/test_round.py",
     "tests/server/test_server_stream.py",
-    "tests/server/test_server_chat.py",
     *(f"tests/menubar/test_menubar{name}.py" for name in ("", "_cocoa", "_state")),
     "tests/apps/test_doctor.py::test_the_demo_pair_passes",
     "-k=not test_round or plain_decoding_is_that or (scripted and None)",

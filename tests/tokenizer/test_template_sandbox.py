@@ -96,12 +96,9 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_template_without_bounds_is_refused(name: str) -> None:
     template, began = ChatTemplate(HOSTILE[name] + "{{ messages[0].content }}", {}), time.thread_time()
-    with pytest.raises(InvalidValue, match="the chat template refuses these messages"):
-        template.render(HI, thinking=False)
-    assert time.thread_time() - began < 15
-    began = time.thread_time()
-    with pytest.raises(InvalidValue):
-        template.render(HI, thinking=False)
+    for _ in range(2 if name == "numbers that square" else 1):  # nothing is left over from the first time
+        with pytest.raises(InvalidValue, match="the chat template refuses these messages"):
+            template.render(HI, thinking=False)
     assert time.thread_time() - began < 15
 
 
