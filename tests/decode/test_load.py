@@ -120,7 +120,8 @@ def test_a_target_whose_modules_have_other_names(kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("drafter", "options", "reasons"),
     [
-        (None, {}, {Reason.LEARNING, Reason.COST}),  # with lookup; costs are measured beside other programs
+        # With lookup. Costs are measured beside other programs.
+        (None, {}, {Reason.LEARNING, Reason.COST, Reason.ACCEPTANCE}),
         (None, {"num_draft_tokens": 4}, {Reason.FIXED}),
         ("none", {}, {Reason.DISABLED}),
         ("lookup", {"num_draft_tokens": 0}, {Reason.DISABLED}),
