@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +25,7 @@ def unread_keys(config: Config, source: str) -> list[str]:
     """
     text = text_config(config)
     renamed = set(RENAMED.get(str(text.get("model_type") or config.get("model_type")), {}).values())
-    read = {key for key in text if _is_named(key, source)}
+    read = _names(source).intersection(text)
     unread = [key for key in text if key not in read | renamed and not is_accounted(key)]
     return [
         f"{key} {_short(text[key])}"
@@ -51,7 +52,7 @@ def unread_window(config: Config, source: str, windows: Sequence[bool]) -> list[
         [bool(re.search("sliding|chunk", str(each))) for each in kinds] if isinstance(kinds, list) else []
     )
     if any(windows):
-        is_read = len(stated) != len(windows) or stated == [*windows] or _is_named("layer_types", source)
+        is_read = len(stated) != len(windows) or stated == [*windows] or "layer_types" in _names(source)
         return [] if is_read else [f"layer_types {_short(kinds)}"]
     if isinstance(kinds, list):
         slides = any(stated)
@@ -65,6 +66,7 @@ def unread_window(config: Config, source: str, windows: Sequence[bool]) -> list[
     return [f"sliding_window {window}"] if slides else []
 
 
+@lru_cache(4096)
 def is_accounted(key: str) -> bool:
     """Return True for a key that changes no logits, or that something else accounts for, by its name."""
     parts = (
@@ -92,8 +94,10 @@ def is_accounted(key: str) -> bool:
     return re.search("|".join(parts), key) is not None
 
 
-def _is_named(key: str, source: str) -> bool:
-    return re.search(rf"\.{re.escape(key)}\b|[\"']{re.escape(key)}[\"']", source) is not None
+@lru_cache(32)
+def _names(source: str) -> frozenset[str]:
+    """Return what code names as an attribute or in quotes."""
+    return frozenset(re.findall(r"\.(\w+)", source) + re.findall(r"[\"']([^\"'\s]+)(?=[\"'])", source))
 
 
 def _kind(key: str) -> str:
@@ -142,6 +146,7 @@ def _is_written(value: Any, source: str) -> bool:
     return value in map(float, numbers)
 
 
+@lru_cache(128)
 def _squashed(text: str) -> str:
     return text.lower().replace("_", "").replace("-", "")
 
