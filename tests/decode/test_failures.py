@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 from support import tiny
 from support.lossless import Scripted, emitted
-from support.pairs import alone, make_pair
+from support.pairs import alone, make_pair, shallow
 
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.round import Group
@@ -32,6 +32,7 @@ from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import score_prompt
 from mlx_spec.types import Draft, DraftCall, Reason, Round, Sampler
 
+shallow_models = pytest.fixture(shallow, scope="module", autouse=True)
 COUNT = 18
 PROMPTS = [tiny.prompt(length, seed=length) for length in (9, 13, 11)]
 SAMPLINGS = [Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=0.8, top_p=0.9, seed=5)]

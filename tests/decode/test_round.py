@@ -29,7 +29,11 @@ from mlx_spec.types import Decision, Draft, DraftChoice, FeatureSpec, Reason, Sa
 
 KINDS = ["full", "qwen", "sliding", "shared", "recurrent", "recurrent_moe"]
 ROLLBACKS = ["full", "shared", "recurrent"]  # kinds whose caches are rolled back by different rules
-MODELS = {kind: getattr(tiny, kind)() for kind in KINDS}
+LAYERS = {"full": 2, "qwen": 2, "sliding": 2, "recurrent": 2}  # as few as a kind needs, and a hidden one
+MODELS = {
+    kind: getattr(tiny, kind)(**{"num_hidden_layers": LAYERS[kind]} if kind in LAYERS else {})
+    for kind in KINDS
+}
 COUNT = 20  # tokens of an answer
 BITS, SPOILED, LENGTHS = [None, 8, 4], [(1, 2), (4, 3), (16, 2)], [1, 16, 40]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support import tiny
-from support.pairs import KINDS, alone, generate, make_pair
+from support.pairs import KINDS, alone, generate, make_pair, shallow
 
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.statistics import Statistics, added
@@ -15,6 +15,7 @@ from mlx_spec.sampling import Sampling
 from mlx_spec.types import Cost, Reason, Round
 
 GREEDY = Sampling()
+shallow_models = pytest.fixture(shallow, scope="module", autouse=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

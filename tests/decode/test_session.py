@@ -7,7 +7,7 @@ from itertools import islice
 import numpy as np
 import pytest
 from support import tiny
-from support.pairs import KINDS, TOKENIZER, alone, make_pair
+from support.pairs import KINDS, TOKENIZER, alone, make_pair, shallow
 
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.model.target import LMTarget
@@ -16,6 +16,7 @@ from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Piece, Session
 
+shallow_models = pytest.fixture(shallow, scope="module", autouse=True)
 QUESTIONS = ["Hi", "one two three one two three, and so on: one two", "Why?"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,16 @@ class Models(dict[str, nn.Module]):
 
 
 MODELS = Models()
+
+
+def shallow() -> Iterator[None]:
+    """Use models of as few layers as their kind needs: for tests of what a pass costs nothing to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "full", tiny.full(num_hidden_layers=1))
+        patch.setitem(MODELS, "quantized", tiny.full(1, num_hidden_layers=1))
+        for kind, make in (("sliding", tiny.sliding), ("recurrent", tiny.recurrent)):
+            patch.setitem(MODELS, kind, make(num_hidden_layers=2))
+        yield
 
 
 def byte_tokenizer() -> FastTokenizer:
