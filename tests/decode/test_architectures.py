@@ -8,5 +8,6 @@ from support.architectures import QUICK, outcome
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_special_architecture_decodes_as_in_mlx_lm(name: str) -> None:
-    result, details = outcome(name, lengths=(30, 5))
-    assert result == QUICK[name], details
+    expected, settings = QUICK[name]
+    result, details = outcome(name, lengths=(30, 5), **settings)
+    assert result == expected, details

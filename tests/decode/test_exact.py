@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from support import tiny
 from support.lossless import texts
-from support.pairs import make_pair, refused, save
+from support.pairs import make_pair, refused, save, shallow
 
 from mlx_spec.decode.statistics import Statistics
 from mlx_spec.errors import InvalidValue
@@ -18,6 +18,8 @@ from mlx_spec.pair import Pair
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import GREEDY, Sampling
 from mlx_spec.types import MAX_DRAFT_TOKENS
+
+shallow_models = pytest.fixture(shallow, scope="module", autouse=True)
 
 
 @pytest.fixture(scope="module")

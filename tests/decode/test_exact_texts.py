@@ -23,7 +23,7 @@ from mlx_spec.pair import Pair
 from mlx_spec.sampling import GREEDY, Sampling
 
 # Layers of 64 and 128 take one kernel for all rows. These have the classes of larger ones.
-SIZES = {"hidden_size": 192, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
+SIZES = {"hidden_size": 192, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
 SEEDED = Sampling(temperature=0.8, seed=7)
 
 
@@ -36,7 +36,7 @@ def small() -> nn.Module:
 
 
 def sliding() -> nn.Module:
-    return tiny.sliding(sliding_window=48, **SIZES)
+    return tiny.sliding(sliding_window=16, **SIZES)
 
 
 def pair_of(build: Callable[[], nn.Module], dtype: mx.Dtype = mx.float16, bits: int | None = 4) -> Pair:
@@ -59,17 +59,17 @@ def ways(
 ) -> list[Comparison]:
     """Compare the ways, or the first `most`: reading a long prompt for each takes seconds."""
     lengths = [1, min(pair.rows.most, 8) - 1]
-    compared = Ways(pair, tiny.prompt(tokens), sampling, count, lengths).compare([tiny.prompt(40, seed=9)])
+    compared = Ways(pair, tiny.prompt(tokens), sampling, count, lengths).compare([tiny.prompt(24, seed=9)])
     return list(itertools.islice(compared, most))
 
 
 @pytest.mark.parametrize(
     ("build", "chip", "base", "tokens", "sampling"),
     [
-        (full, M3, 2, 40, GREEDY),
-        (full, M1, 1, 40, SEEDED),
-        (sliding, M3, 2, 108, SEEDED),  # past the window, and the view moves on by a step
-        (sliding, M5, 2, 118, GREEDY),
+        (full, M3, 2, 24, GREEDY),
+        (full, M1, 1, 24, SEEDED),
+        (sliding, M3, 2, 136, SEEDED),  # past the window, and the view moves on by a step
+        (sliding, M5, 2, 40, GREEDY),
         (small, M3_MAX, 2, 1020, SEEDED),  # across 1,024 keys, where attention takes two passes
     ],
 )

@@ -24,7 +24,7 @@ from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.prompt import text_prompt
 from mlx_spec.types import Drafter, DraftLengthPolicy, FeatureSpec
 
-PROMPT, COUNT = tiny.prompt(20), 20  # the window of sliding caches is 16
+PROMPT, COUNT = tiny.prompt(20), 14  # the window of sliding caches is 16
 MORE = tiny.prompt(9, seed=5)  # what the second turn adds to the first
 CACHES = ["full", "quantized", "sliding", "shared", "recurrent"]
 SHARED = {"shared, full": ("ffff", "f"), "shared, quantized": ("sfsf", "sf")}  # target, assistant

@@ -18,6 +18,8 @@ from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Features, FeatureSpec
 
+NARROW = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8}  # where only the order of passes counts
+
 
 class RecordedTarget(LMTarget):
     """A target that keeps the rows of its passes."""
@@ -34,7 +36,7 @@ class RecordedTarget(LMTarget):
 @pytest.mark.parametrize(("kind", "rows"), [("full", [100, 100, 100]), ("recurrent", [100, 100, 68, 32])])
 def test_only_the_last_chunk_of_a_recurrent_target_takes_two_passes(kind: str, rows: list[int]) -> None:
     """A second pass reads all weights again, and large kernels begin at the size of a whole chunk."""
-    target = RecordedTarget(getattr(tiny, kind)())
+    target = RecordedTarget(getattr(tiny, kind)(**NARROW))
     steps = list(prefill(target, (), text_prompt(tiny.prompt(301)), lambda: 100))
     assert (target.passes, len(steps)) == (rows, 3)
     assert target.rewind(285) == (285 if kind == "full" else 268)  # the checkpoint 32 tokens before the end
@@ -43,7 +45,7 @@ def test_only_the_last_chunk_of_a_recurrent_target_takes_two_passes(kind: str, r
 def test_freed_buffers_go_back_after_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores of attention grow with each chunk, and no buffer of an earlier chunk is large enough."""
     chunks, cleared = list[int](), list[int]()
-    target = LMTarget(tiny.full())
+    target = LMTarget(tiny.full(**NARROW))
     monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(target.size))
     for _ in prefill(target, (), text_prompt(tiny.prompt(301)), lambda: 100):
         chunks.append(target.size)
@@ -61,13 +63,12 @@ def test_a_prompt_is_copied_once_for_all_chunks_and_drafters(by_layers: bool) ->
             seen.append((id(history), len(history)))
 
     drafters = [Reader([]), Reader([])]
-    for _ in prefill(LMTarget(tiny.full()), drafters, text_prompt(prompt), lambda: 8, lambda: by_layers):
+    for _ in prefill(
+        LMTarget(tiny.full(**NARROW)), drafters, text_prompt(prompt), lambda: 8, lambda: by_layers
+    ):
         pass
     assert len(seen) == 2 * 38 and len({list_id for list_id, _ in seen}) == 1
     assert [length for _, length in seen[::2]] == [*range(9, 301, 8), 301]
-
-
-LAYERS = {"full": 1, "recurrent": 2}  # what a pass computes plays no part
 
 
 def sequence(target: LMTarget, length: int) -> RunningSequence:
@@ -78,7 +79,7 @@ def sequence(target: LMTarget, length: int) -> RunningSequence:
 @pytest.mark.parametrize("kind", ["full", "recurrent"])
 def test_the_passes_of_a_prompt_do_not_depend_on_the_load(kind: str) -> None:
     """A pass of other rows may round otherwise, so near ties of its text would be decided otherwise."""
-    model, rows = getattr(tiny, kind)(num_hidden_layers=LAYERS[kind]), list[list[int]]()
+    model, rows = getattr(tiny, kind)(num_hidden_layers=2, **NARROW), list[list[int]]()
     for others in (0, 2):
         batch, target = Batch(None, 3, clock=lambda: 0.0), RecordedTarget(model)
         for i in range(others):
@@ -117,7 +118,7 @@ def joined(drafter: Scripted) -> list[mx.array]:
 
 @pytest.mark.parametrize("most", range(1, 12))
 def test_drafters_do_not_fall_behind_if_a_client_leaves(most: int) -> None:
-    target, drafter = LMTarget(tiny.full()), Scripted([])
+    target, drafter = LMTarget(tiny.full(**NARROW)), Scripted([])
     reading = prefill(target, (drafter,), text_prompt(tiny.prompt(401)), lambda: 300, lambda: True)
     for step, _ in zip(reading, range(most), strict=False):
         assert step.unobserved == target.size - sum(drafter_rows(drafter))

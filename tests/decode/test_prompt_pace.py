@@ -24,7 +24,7 @@ from mlx_spec.prompt import LazyRows, Prompt, Sight, Span
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Decision, DraftChoice, DraftLengthPolicy, Features, FeatureSpec, Reason, Round
 
-MODEL = tiny.full(num_hidden_layers=1)  # what passes take is counted
+MODEL = tiny.smallest()  # what passes take is counted
 LAYERS = 34
 PARTS = LAYERS + 1  # of a pass
 LONG = 1500  # tokens of the prompt that is read while others decode
@@ -119,7 +119,7 @@ def picture(clock: Clock, steps: int, milliseconds: float) -> Span:
         for _ in range(steps):
             clock.now += milliseconds / 1000
             yield mx.zeros((1,))
-        return mx.ones((280, 64))
+        return mx.ones((280, 16))
 
     return Span(600, 280, b"", LazyRows(encode))
 
