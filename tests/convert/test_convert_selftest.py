@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.gemma4 import Model as Gemma4
 from support.checkpoints import edit_config, edit_tensors
-from support.drafting import GOLDEN, SHORT
+from support.drafting import GOLDEN, SHORT, UNCOMPARED
 from support.golden_pairs import converted, refusal
 
 import mlx_spec
@@ -95,7 +95,7 @@ def test_a_drafter_with_a_rotary_base_of_its_own_is_measured_with_both(
     drafter, out = Path(shutil.copytree(trained / "eagle3", tmp_path / "drafter")), tmp_path / "out"
     edit_config(drafter, lambda config: config.update(rope_theta=3.0))
     asked = ConversionOptions(str(trained / "llama"), out, str(drafter), "none")
-    assert run_conversion(asked, SHORT) == 0
+    assert run_conversion(asked, UNCOMPARED) == 0
     acceptance = json.loads((out / "pair.json").read_text())["self_test"]["acceptance"]
     assert acceptance["first"] < acceptance["first_with_rope_of_target"]
     shown = capsys.readouterr()
@@ -113,7 +113,8 @@ def test_a_damaged_drafter(tmp_path: Path) -> None:
 
     source = Path(shutil.copytree(GOLDEN / PAIR, tmp_path / "source"))
     edit_tensors(source / "assistant", swap_inputs)
-    text = refusal(source, tmp_path / "out", SelfTestFailed, skip_test=False, drafter_bits="8")
+    changes = {"skip_test": False, "drafter_bits": "8", "effort": UNCOMPARED}
+    text = refusal(source, tmp_path / "out", SelfTestFailed, **changes)
     assert "likely the drafter of another target" in text and "--no-self-test" in text
 
 

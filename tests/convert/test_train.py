@@ -232,9 +232,9 @@ def test_train_interrupted_and_gone_on(
 ) -> None:
     """The command goes on from the answers it has, refuses other options, and the drafter keeps the text."""
     out, prompts, work = tmp_path / "drafter", tmp_path / "prompts.txt", tmp_path / f"drafter{WORK}"
-    names = [fact["name"] for fact in json.loads(FACTS.read_text())["facts"][:8]]
+    names = [fact["name"] for fact in json.loads(FACTS.read_text())["facts"][:6]]
     prompts.write_text("\n".join(f"What does {name} do?" for name in names))
-    options = TrainingOptions("demo", out, None, [prompts], 8, 16, 2.0, 512, 48)  # fewer than typer lets in
+    options = TrainingOptions("demo", out, None, [prompts], 6, 12, 2.0, 300, 48)  # fewer than typer lets in
 
     def interrupt(file: Path, answer: Any) -> None:
         write_answer(file, answer)
@@ -250,7 +250,7 @@ def test_train_interrupted_and_gone_on(
     capsys.readouterr()
     assert run_training(options) == 0
     shown = capsys.readouterr()
-    assert "answers: 4 of 8" in shown.err and f"chat --target demo --drafter {out}" in shown.out
+    assert "answers: 4 of 6" in shown.err and f"chat --target demo --drafter {out}" in shown.out
     report = json.loads((out / "training.json").read_text())
     assert report["tokens_a_round"]["0"]["all"] > 1  # some drafts are accepted after so few steps
     assert not work.exists()
@@ -348,6 +348,7 @@ def test_the_nth_write_of_a_training_fails(demo: Pair, answers: list[Path], tmp_
 
     def save(folder: Path, step: int) -> None:
         state = fit(folder)
+        mx.eval(state._optimizer.state)  # at once, not array by array
         state.progress.step = step
         state.save()
 

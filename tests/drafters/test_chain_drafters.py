@@ -222,16 +222,17 @@ def test_a_restored_drafter_drafts_as_the_saved_one(name, drafts):
 def test_rounds_over_three_turns_equal_plain_decoding(name):
     """Recurrent targets go back to checkpoints, others to any place; the head follows them."""
     g = golden(name)
-    source = g.source
-    for limit in (1, 4):
-        target = g.target(source)
-        drafter, prompt = source.make(target.parts), g.history[:7]
-        for turn in range(3):
-            answer = emitted(rounds(target, drafter, limit, prompt, 9, g.vocab))
-            assert answer == plain(g.model, prompt, 9)
-            if limit == 4:
-                assert answer == mlx_lm_greedy(g.model, prompt, 9)
-            prompt = prompt + answer + [3 * turn, 5, 7]
+    targets = {limit: g.target(g.source) for limit in (1, 4)}
+    drafters, prompt = (
+        {limit: g.source.make(target.parts) for limit, target in targets.items()},
+        g.history[:7],
+    )
+    for turn in range(3):
+        answer = plain(g.model, prompt, 9)
+        assert answer == mlx_lm_greedy(g.model, prompt, 9)
+        for limit, target in targets.items():
+            assert emitted(rounds(target, drafters[limit], limit, prompt, 9, g.vocab)) == answer
+        prompt = prompt + answer + [3 * turn, 5, 7]
 
 
 def test_drawn_tokens_come_with_their_distribution():

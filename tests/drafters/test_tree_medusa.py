@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def rounds(kind: str, drafter: Drafter, K: int, sampling: Sampling = lossless.GR
     return lossless.rounds(target, drafter, K, PROMPT, COUNT, sampling=sampling)
 
 
+@cache
 def plain(kind: str, sampling: Sampling = lossless.GREEDY) -> list[int]:
     return lossless.emitted(rounds(kind, Scripted([]), 0, sampling))
 

@@ -126,7 +126,10 @@ OTHER = ("What is the capital of Spain?", "Once upon a time")  # what follows th
 
 
 # Short texts, and few and short continuations: enough to tell a trained drafter from a broken one.
-SHORT = SelfTestEffort(16, PROMPTS[1:3], (), 10, Effort(2.0, 1, 8))
+SHORT = SelfTestEffort(16, PROMPTS[1:3], (), 10, Effort(2.0, 1, 4))
+UNCOMPARED = replace(
+    SHORT, comparison=Effort(0.0, 1, 4)
+)  # no time to compare texts with drafts to plain ones
 
 
 def converted(
@@ -147,7 +150,7 @@ def prove(target: Path, drafter: Path | str, out: Path) -> dict[str, Any]:
 
     `generate_with` compares more texts than the self-test does, so the self-test has no time for them.
     """
-    effort = replace(SHORT, prompts=PROMPTS[1:4:2], generated=8, comparison=Effort(0.0, 1, 8))
+    effort = replace(UNCOMPARED, prompts=PROMPTS[1:4:2], generated=8)
     return converted(target, drafter, out, effort=effort, skip_test=False)
 
 
