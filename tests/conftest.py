@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
+import platform
 import sys
 from collections.abc import Generator, Iterator
 
@@ -16,6 +18,8 @@ from support.forked import measure_shortly
 
 from mlx_spec.device import use_device
 from mlx_spec.device.blas import use_blas
+
+M_TRIM_THRESHOLD, M_TOP_PAD = -1, -2  # options of glibc's mallopt
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # wakes it, so that a tiny model takes two thirds of the time. Threads and processes inherit the class.
     if sys.platform == "linux":
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    # A pass of a tiny model takes and frees the top of the heap, which would go back to the kernel each time.
+    if platform.libc_ver()[0] == "glibc":
+        for option, size in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 1 << 24)):  # bytes
+            ctypes.CDLL(None).mallopt(option, size)
     if config.option.mac and sys.platform != "darwin":  # a worker of xdist begins as a Mac
         mac.imitate_for_good()
     # Tests compare passes of one row and of several to 1e-5: an optimized BLAS has another kernel for each.

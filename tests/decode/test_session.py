@@ -17,7 +17,7 @@ from mlx_spec.sampling import Sampling
 from mlx_spec.session import Piece, Session
 
 shallow_models = pytest.fixture(shallow, scope="module", autouse=True)
-QUESTIONS = ["Hi", "one two three one two three, and so on: one two", "Why?"]
+QUESTIONS = ["Hi", "one two one two one", "Why?"]
 
 
 OPEN, CLOSE = (TOKENIZER.token_to_id(token) for token in ("<|channel>", "<channel|>"))
@@ -67,7 +67,7 @@ def test_turns_are_those_of_plain_decoding(kind: str, drafter: str, sampling: Sa
     pair = make_pair(kind, drafter)
     session = pair.session(system="You are tiny.")
     for number, question in enumerate(QUESTIONS, 1):
-        pieces = turn(session, pair, kind, question, 10, sampling)
+        pieces = turn(session, pair, kind, question, 8, sampling)
         assert text_of(pieces) == pair.tokenizer.decode(tokens_of(pieces))
         assert session.statistics.generated_tokens == len(tokens_of(pieces))
         assert [m["role"] for m in session.messages] == ["system"] + ["user", "assistant"] * number
