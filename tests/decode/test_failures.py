@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support import tiny
+from support.forked import start_python
 from support.lossless import Scripted, emitted
 from support.pairs import alone, make_pair, shallow
 
@@ -306,7 +307,7 @@ def draft(self, *given):
     return good(self, *given)
 
 for kind.draft in (good, draft, draft):
-    rounds = list(pair.generate(prompt, max_tokens=30))
+    rounds = list(pair.generate(prompt, max_tokens=12))
     texts.append([token for round in rounds for token in round.tokens])
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.RLIM_INFINITY))
 print(texts[0] == texts[1] == texts[2], rounds[-1].reason is Reason.FAILED)
@@ -317,9 +318,10 @@ def test_a_drafter_that_takes_all_memory_costs_its_drafts() -> None:
     if sys.platform != "linux":  # which has a limit of the address space
         return
     command = [sys.executable, "-c", WITHOUT_MEMORY]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.stdout.split() == ["True", "True"], done.stdout + done.stderr[-2000:]
-    assert done.stderr.count("without drafts: MemoryError") == 2
+    with start_python()(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        out, errors = program.communicate(timeout=200)
+    assert out.split() == ["True", "True"], out + errors[-2000:]
+    assert errors.count("without drafts: MemoryError") == 2
 
 
 def test_a_drafter_that_cannot_be_opened_or_saved_costs_no_answer(draft_errors: list[str]) -> None:

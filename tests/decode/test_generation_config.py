@@ -54,7 +54,7 @@ def test_suppressed_tokens_leave_one_argmax_and_hold_in_a_batch_and_with_a_seed(
     plain = opened(tmp_path / "plain", right["config"])
     seeded = Sampling(temperature=1.5, seed=3)
     assert text(pair, seeded) == text(plain, seeded)
-    for seed in range(8):
+    for seed in range(4):
         assert not {*text(pair, Sampling(temperature=2.0, seed=seed))} & {*right["config"]["suppress_tokens"]}
 
 
