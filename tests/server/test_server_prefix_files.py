@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support import random_sources, spans, tiny
-from support.pairs import KINDS, MODELS, alone, make_pair
+from support.pairs import KINDS, MODELS, alone, make_pair, shallow
 from support.served import DEMO, answer, begin, body, closed, working
 from support.served import raw as raw_request
 
@@ -40,6 +40,7 @@ from mlx_spec.types import Drafter, Round
 
 GB = 10**9
 PROMPT = tiny.prompt(300)  # so long that the buffers of a window have moved
+shallow_models = pytest.fixture(shallow, scope="module", autouse=True)
 VOCABULARY = VocabularySizes(tiny.VOCAB, tiny.VOCAB)
 
 
@@ -55,9 +56,8 @@ def pair_with(kind: str, drafter: str) -> Pair:
     if drafter in ("none", "lookup", "same", "other"):
         return make_pair(kind, drafter)
     plain = make_pair(kind, "none")
-    capture = (0, 1, 2)
     made: dict[str, Callable[[], DrafterSource]] = {
-        "eagle3": lambda: random_sources.eagle3(64, tiny.VOCAB, range(tiny.VOCAB), capture),
+        "eagle3": lambda: random_sources.eagle3(64, tiny.VOCAB, range(tiny.VOCAB), (0, 0, 0)),
         "mtp": lambda: random_sources.mtp(64, tiny.VOCAB),
         "recurrent": lambda: draft_model_source("recurrent", MODELS["recurrent"], VOCABULARY),
         "sliding": lambda: draft_model_source("sliding", MODELS["sliding"], VOCABULARY),
