@@ -283,8 +283,8 @@ def test_the_template_of_a_model_with_tools_is_shown() -> None:
 
 
 def test_an_empty_prompt_loads_and_keep_alive_unloads() -> None:
-    with served.working(idle_s=0.05) as engine:
-        other = stubbed(engine, served.DEMO).client  # type: ignore[arg-type]
+    with served.working(served.PLAIN, served.load_once, idle_s=0.05) as engine:
+        other = stubbed(engine, served.PLAIN).client  # type: ignore[arg-type]
 
         def running() -> list[str]:
             return [model["name"] for model in other.get("/api/ps").json()["models"]]

@@ -8,9 +8,11 @@ from typing import Any
 import httpx2
 import pytest
 from support.endpoint import CHAT, DEMO, HELLO, Stub, serving, stubbed
+from support.pairs import make_pair
 
 from mlx_spec.apps.server.settings import ServedModel, Settings, parse
 from mlx_spec.hub.catalog import PairSpec
+from mlx_spec.pair import Pair
 
 LOOKUP = (ServedModel("demo", PairSpec("demo", "lookup", num_draft_tokens=3)),)
 
@@ -33,6 +35,10 @@ def test_the_key_of_a_request(headers: dict[str, str], key: str) -> None:
         assert (request.key, request.earlier_answers) == (key, keeps) and "secret" not in repr(request)
 
 
+def new_pair(_: ServedModel) -> Pair:
+    return make_pair("full", "lookup")
+
+
 def ask(client: httpx2.Client, key: str) -> dict[str, Any]:
     body = {"messages": HELLO, "max_tokens": 20, "temperature": 0}
     found = client.post(CHAT, json=body, headers={"x-api-key": key}).json()
@@ -41,12 +47,12 @@ def ask(client: httpx2.Client, key: str) -> dict[str, Any]:
 
 
 def test_each_key_has_its_own_answers_and_they_outlive_the_server(tmp_path: Path) -> None:
-    with serving(Settings(LOOKUP, cache_folder=tmp_path)) as client:
+    with serving(Settings(LOOKUP, cache_folder=tmp_path), new_pair) as client:
         first, again, other = ask(client, "a"), ask(client, "a"), ask(client, "b")
         assert sum(again["earlier"]["accepted_at"]) > 10
         assert other == first and "earlier" not in first and again["text"] == first["text"]
         assert 'drafter="earlier"' in client.get("/metrics").text
     assert len(list(tmp_path.glob("*.answers"))) == 2
-    with serving(Settings(LOOKUP, cache_folder=tmp_path)) as client:
+    with serving(Settings(LOOKUP, cache_folder=tmp_path), new_pair) as client:
         found = ask(client, "a")
         assert found["earlier"] == again["earlier"] and "earlier" not in ask(client, "c")

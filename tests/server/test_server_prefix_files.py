@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from support import random_sources, spans, tiny
 from support.pairs import KINDS, MODELS, alone, make_pair, shallow
-from support.served import DEMO, answer, begin, body, closed, working
+from support.served import DEMO, answer, begin, body, closed, load_tiny, working
 from support.served import raw as raw_request
 
 from mlx_spec.apps.server.engine import prefix_files
@@ -423,7 +423,7 @@ def test_a_key_reuses_its_own_prompts_alone(tmp_path: Path) -> None:
     prompt = "".join(f"What does os.path.join do, and why not {i}? " for i in range(8))
     cached: list[int] = []
     for keys in (("alice", "bob", "alice", ""), ("bob", "alice", "carol", "")):
-        with working(settings) as served:
+        with working(settings, load_tiny) as served:
             found = [closed(answer(served, raw_request(prompt, key=key))).usage for key in keys]
             cached += [usage.cached_tokens for usage in found]
     again = found[0].prompt_tokens - 2
@@ -433,11 +433,11 @@ def test_a_key_reuses_its_own_prompts_alone(tmp_path: Path) -> None:
 def test_answers_go_on_while_a_file_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = replace(DEMO, cache_folder=tmp_path / "cache")
     prompt = "".join(f"What does os.path.join do, and why not {i}? " for i in range(8))
-    with working(settings) as served:
+    with working(settings, load_tiny) as served:
         answer(served, raw_request(prompt))
     checked, is_whole = threading.Event(), prefix_files._is_whole
     monkeypatch.setattr(prefix_files, "_is_whole", lambda path: checked.wait(60) and is_whole(path))
-    with working(settings) as served:
+    with working(settings, load_tiny) as served:
         late = begin(served, raw_request(prompt))
         assert closed(answer(served, raw_request("Another text"))).usage.cached_tokens == 0
         assert not late.sent

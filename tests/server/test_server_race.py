@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 from support.endpoint import CHAT, DEMO, HELLO, RACE, error_of, events_of, serving
-from support.served import ENDLESS
+from support.served import ENDLESS, load_once
 from support.waiting import wait_until
 
 from mlx_spec.apps.server.settings import ServedModel, Settings
@@ -22,7 +22,7 @@ BIAS = dict(ENDLESS.logit_bias or {})  # without the tokens that end an answer
 def server() -> Iterator[httpx2.Client]:
     plain = ServedModel("plain", PairSpec("demo", drafter="none"))
     off = ServedModel("off", PairSpec("demo", num_draft_tokens=0))
-    with serving(Settings((*DEMO, plain, off))) as client:
+    with serving(Settings((*DEMO, plain, off)), load_once) as client:
         yield client
 
 

@@ -264,7 +264,7 @@ def test_a_text_beyond_the_limit_is_refused():
 
 def test_a_prompt_that_no_context_holds_is_refused_before_it_is_tokenized():
     """Words of the error as for other long prompts: coding agents look for them."""
-    with served.working() as engine:
+    with served.working(served.PLAIN, served.load_once) as engine:
         text = "x" * 1_000_000
         for request in (served.chat(text), served.raw(text)):
             failure = served.failure(served.answer(engine, request))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from copy import copy
 
 import pytest
 from support import call_texts, served
@@ -15,7 +16,6 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from mlx_spec import demo
 from mlx_spec.apps.server.engine.answers import ChoiceEnded, TextDelta, ToolCall
-from mlx_spec.apps.server.engine.models import load_served
 from mlx_spec.apps.server.engine.preparation import find_prompts, prepare
 from mlx_spec.apps.server.engine.tool_calls import ToolCallReader, without_markup
 from mlx_spec.apps.server.errors import Failure
@@ -349,13 +349,13 @@ def test_a_forced_call_needs_no_tools_in_the_template(parallel: bool):
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 
     def load(served_model: ServedModel) -> Pair:
-        pair = load_served(served_model)
+        pair = copy(served.load_once(served_model))
         pair.tokenizer = Tokenizer(tokenizer(), ChatTemplate(source, {}), pair.tokenizer.eos)
         return pair
 
     colours = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
     use = ToolUse((WEATHER, Tool("paint", None, colours)), "required", "paint", parallel)
-    with served.working(loader=load) as engine:
+    with served.working(served.PLAIN, load) as engine:
         events = served.answer(engine, served.chat("Name a colour.", tools=use, max_tokens=60))
         refused = served.answer(engine, served.chat("Name a colour.", tools=ToolUse((WEATHER,))))
     (call,) = [event for event in events if isinstance(event, ToolCall)]

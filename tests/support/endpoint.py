@@ -29,7 +29,7 @@ from mlx_spec.apps.server.engine.answers import (
 )
 from mlx_spec.apps.server.engine.engine_thread import EngineThread
 from mlx_spec.apps.server.engine.metrics import JobCounter, Metrics, Status
-from mlx_spec.apps.server.engine.models import ModelCard, find_model
+from mlx_spec.apps.server.engine.models import Loader, ModelCard, find_model, load_served
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.requests.request import GenerationRequest
 from mlx_spec.apps.server.settings import ServedModel, Settings
@@ -305,9 +305,9 @@ def running(server: Server) -> Iterator[tuple[str, int]]:
 
 
 @contextmanager
-def serving(settings: Settings) -> Iterator[httpx2.Client]:
+def serving(settings: Settings, loader: Loader = load_served) -> Iterator[httpx2.Client]:
     """A client of a server whose engine answers."""
-    engine = EngineThread(settings)
+    engine = EngineThread(settings, loader)
     with listening(engine, settings) as url:
         assert engine.wait_loaded()
         with httpx2.Client(base_url=url, timeout=LIMIT, trust_env=False) as client:

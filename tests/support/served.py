@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any
 from unittest.mock import patch
@@ -38,6 +38,7 @@ from support.waiting import wait_until
 TIMEOUT_S = 120  # for an event
 NUMBERS = count()
 DEMO = Settings(models=(ServedModel("demo", PairSpec("demo", num_draft_tokens=4)),))
+PLAIN = Settings(models=(ServedModel("demo", PairSpec("demo", drafter="none")),))  # for `load_once`
 QUESTION = "What does os.path.join do?"
 ENDLESS = Sampling(logit_bias={1: -100.0, 15: -100.0})  # without the tokens that end an answer of the demo
 
@@ -90,6 +91,16 @@ class Stream:
 def load_tiny(_: ServedModel) -> Pair:
     """Load a pair in a moment: where texts do not matter. The demo takes a second."""
     return make_pair("full")
+
+
+@cache
+def _loaded(spec: PairSpec) -> Pair:
+    return load_served(ServedModel("", spec))
+
+
+def load_once(one: ServedModel) -> Pair:
+    """Load a pair, or take that of an earlier engine if it has no drafter, which belongs to one thread."""
+    return _loaded(one.spec) if one.spec.drafter == "none" else load_served(one)
 
 
 @contextmanager
