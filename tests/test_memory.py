@@ -43,11 +43,11 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> mac.Metal:
 def test_the_wired_limit_covers_what_is_in_use_and_ends_with_it(metal: mac.Metal) -> None:
     pair = mlx_spec.load("demo")
     assert metal.wired_limits[-1] == 0 and len(metal.wired_limits) == 2  # the costs were measured
-    for _ in pair.generate(pair.tokenizer.encode("def f("), max_tokens=20):
+    for _ in pair.generate(pair.tokenizer.encode("def f("), max_tokens=6):
         assert mx.get_active_memory() + most_scores() < metal.allocator.wired_limit <= memory_for_models()
     assert metal.wired_limits[-1] == 0
     assert max(metal.wired_limits) < 0.95 * SET and memory_for_models() < SET
-    for _ in pair.generate(pair.tokenizer.encode("def f("), max_tokens=20):
+    for _ in pair.generate(pair.tokenizer.encode("def f("), max_tokens=6):
         break  # its client leaves
     for _ in pair.generate_batch([pair.tokenizer.encode("def f(")] * 2, max_tokens=3):
         assert metal.allocator.wired_limit
@@ -72,7 +72,7 @@ def test_the_wired_limit_grows_with_the_caches(metal: mac.Metal, monkeypatch: py
 
 def test_overlapping_answers_share_one_limit(metal: mac.Metal) -> None:
     pair = make_pair("full")
-    first, second = (pair.generate(tiny.prompt(9), max_tokens=30) for _ in range(2))
+    first, second = (pair.generate(tiny.prompt(9), max_tokens=12) for _ in range(2))
     next(first), next(second)
     first.close()
     assert metal.allocator.wired_limit
@@ -91,7 +91,7 @@ def test_an_idle_server_holds_weights_and_parked_conversations_only(metal: mac.M
     mx.clear_cache()
     others = mx.get_active_memory()
     with working(DEMO) as engine:
-        closed(answer(engine, chat("What is a list?", max_tokens=20)))
+        closed(answer(engine, chat("What is a list?", max_tokens=6)))
         wait_until(lambda: metal.allocator.wired_limit == 0)
         assert mx.get_cache_memory() == 0
         (model,) = engine.status().models

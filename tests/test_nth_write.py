@@ -113,7 +113,7 @@ def test_cache_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(prefix_files, "MIN_TOKENS", 64)
-    plain, tokens = pairs.make_pair("full", "none"), tiny.prompt(70)
+    plain, tokens = pairs.pair_with(tiny.smallest(128), [], 0), tiny.prompt(70)
     sequence = plain.open()
     pairs.generate(plain, sequence, tokens, 1)
 
