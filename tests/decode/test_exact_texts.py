@@ -68,7 +68,7 @@ def ways(
     [
         (full, M3, 2, 24, GREEDY),
         (full, M1, 1, 24, SEEDED),
-        (sliding, M3, 2, 136, SEEDED),  # past the window, and the view moves on by a step
+        (sliding, M3, 2, 138, SEEDED),  # past the window, and the view moves on by a step
         (sliding, M5, 2, 40, GREEDY),
         (small, M3_MAX, 2, 1020, SEEDED),  # across 1,024 keys, where attention takes two passes
     ],
@@ -85,7 +85,7 @@ def test_no_bit_differs_with_the_kernels_of_a_chip(
     pair = pair_of(build)
     with kernels(chip):
         pair.rows = RowClass(base, ((0, 8),), 12, edges=(1024,))  # as test_row_class.py measures it
-        found = ways(pair, sampling, tokens, 12, 3 if tokens > 1000 else None)
+        found = ways(pair, sampling, tokens, 9, 3 if tokens > 1000 else None)
     assert [each for each in found if not each.is_equal] == []
     assert len(found) == (3 if tokens > 1000 else 8)
 
@@ -104,4 +104,4 @@ def test_no_bit_differs_on_a_cpu(dtype: mx.Dtype) -> None:
     """MLX's CPU kernels round a row alike in every pass. A difference would be our fault."""
     pair = pair_of(sliding, dtype, None)
     pair.rows = RowClass()
-    assert [each for each in ways(pair, SEEDED, 60, 12) if not each.is_equal] == []
+    assert [each for each in ways(pair, SEEDED, 40, 9) if not each.is_equal] == []
