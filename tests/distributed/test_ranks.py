@@ -221,6 +221,7 @@ def test_a_conversation_over_ranks_is_refused(
 def test_heads_of_zeros_change_no_logit(kind: str, bits: int | None) -> None:
     """Three K/V heads over two ranks, and 7 groups of 64 hidden units."""
     changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 384, "head_dim": 64}
+    changes |= {"vocab_size": 64}
     config = {"model_type": kind, "num_hidden_layers": 2, "max_position_embeddings": 4096} | SIZES | changes
     config |= {"intermediate_size": 448, "layer_types": ["full_attention"] * 2}
     if kind == "ministral3":
