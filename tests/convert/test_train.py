@@ -348,7 +348,7 @@ def test_the_nth_write_of_a_training_fails(demo: Pair, answers: list[Path], tmp_
 
     def save(folder: Path, step: int) -> None:
         state = fit(folder)
-        mx.eval(state._optimizer.state)  # at once, not array by array
+        mx.eval(network.parameters(), state._best, state._optimizer.state)  # at once, not one by one
         state.progress.step = step
         state.save()
 

@@ -138,10 +138,19 @@ def helped(
         yield ahead_source(source, make_copy, mean, threads[where]())
 
 
+def model_of(kind: str) -> nn.Module:
+    return vars(tiny)[kind](num_hidden_layers={"full": 1, "sliding": 2}[kind])
+
+
+@cache
+def target_of(kind: str = "full") -> nn.Module:
+    return model_of(kind)
+
+
 @cache
 def noisy(kind: str = "full") -> nn.Module:
     """Return a model that often says what the target of this kind says."""
-    model = getattr(tiny, kind)()
+    model = model_of(kind)
     mx.random.seed(4)
     model.update(tree_map(lambda x: x + 0.006 * mx.random.normal(x.shape), model.parameters()))
     mx.eval(model.parameters())
@@ -187,7 +196,7 @@ def hits(done: Sequence[Round]) -> float:
 @cache
 def plain_text(kind: str, sampling: str) -> list[int]:
     """Return the text of plain decoding, once for all ways to draft ahead."""
-    return plain(tiny.model_of(kind), SAMPLINGS[sampling], PROMPT * 2, 20)
+    return plain(target_of(kind), SAMPLINGS[sampling], PROMPT * 2, 20)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +214,7 @@ def test_text_is_plain_decoding_s(where: str, name: str, sampling: str) -> None:
     """Whether the drafts are ready or not: with the thread of programs, that is a matter of chance."""
     kind = "sliding" if name == "sliding" else "full"
     with helped(where, SOURCES[name]()) as source:
-        done = drafted(tiny.model_of(kind), source, SAMPLINGS[sampling], PROMPT * 2, 20)
+        done = drafted(target_of(kind), source, SAMPLINGS[sampling], PROMPT * 2, 20)
     assert emitted(done) == plain_text(kind, sampling)
     assert name == "lookup" or where == "real thread" or hits(done) > 0.05
 
@@ -221,7 +230,7 @@ def test_retokenized_text_is_plain_decoding_s(kind: str) -> None:
 
 
 def test_texts_in_a_batch() -> None:
-    model = tiny.model_of("full")
+    model = target_of()
     source = ahead_source(SOURCES["draft model"](), thread=Waiting())
     batch = Batch(
         lambda: TargetBatch(model, source.needs), 4, clock=lambda: 0.0
@@ -306,8 +315,8 @@ def test_a_store_that_depends_on_what_was_drawn_is_caught() -> None:
 )
 def test_a_drafter_like_the_target_needs_one_guess(where: str, sampling: str) -> None:
     """With a seed the noise is known, so that the likeliest token by log q + noise is the one drawn."""
-    with helped(where, draft_model_source("same", tiny.full(), SAME), mean=1) as source:
-        done = drafted(tiny.full(), source, SAMPLINGS[sampling])
+    with helped(where, draft_model_source("same", target_of(), SAME), mean=1) as source:
+        done = drafted(target_of(), source, SAMPLINGS[sampling])
     assert sum(r.accepted for r in done) == sum(r.drafted for r in done)
     assert hits(done) == 1.0
 
@@ -317,9 +326,7 @@ def test_a_drafter_like_the_target_needs_one_guess(where: str, sampling: str) ->
 
 def prepared(name: str = "draft model", mean: float = 3) -> tuple[Ahead, list[int]]:
     """Return a drafter that has prepared outcomes of a draft after PROMPT."""
-    drafter = ahead_source(SOURCES[name](), mean=mean, thread=Inline()).make(
-        LMTarget(tiny.model_of("full")).parts
-    )
+    drafter = ahead_source(SOURCES[name](), mean=mean, thread=Inline()).make(LMTarget(target_of()).parts)
     assert isinstance(drafter, Ahead)
     drafter.observe(PROMPT, NOTHING)
     draft = drafter.draft(PROMPT, K, GREEDY)
@@ -340,7 +347,7 @@ def test_stored_drafts_are_those_of_a_new_drafter(name: str) -> None:
     assert not any(list(outcome) == tokens[: len(outcome)] for outcome in found)
     for outcome, draft in found.items():
         assert list(outcome[:-1]) == tokens[: len(outcome) - 1]
-        fresh = SOURCES[name]().make(LMTarget(tiny.model_of("full")).parts)
+        fresh = SOURCES[name]().make(LMTarget(target_of()).parts)
         assert read(draft.tokens) == read(fresh.draft([*PROMPT, *outcome], K, GREEDY).tokens)
 
 
@@ -380,13 +387,13 @@ def test_a_store_for_another_text_never_answers(case: str, observed: bool) -> No
     draft = drafter.draft(history, K, GREEDY)
     assert not draft.ahead
     if not observed:  # the drafter takes an observed text of that length for an outcome of its own draft
-        fresh = SOURCES["draft model"]().make(LMTarget(tiny.model_of("full")).parts)
+        fresh = SOURCES["draft model"]().make(LMTarget(target_of()).parts)
         assert read(draft.tokens) == read(fresh.draft(history, K, GREEDY).tokens)
 
 
 def test_a_conversation_that_is_rewound_and_edited() -> None:
     """The same drafter and target through several answers, each with the text of plain decoding."""
-    model, source = tiny.model_of("full"), ahead_source(SOURCES["draft model"](), thread=Inline())
+    model, source = target_of(), ahead_source(SOURCES["draft model"](), thread=Inline())
     target = LMTarget(model)
     drafter = source.make(target.parts)
     chance, history = random.Random(1), list(PROMPT)
@@ -410,7 +417,7 @@ def test_late_drafts_are_a_miss_and_are_cancelled() -> None:
 
     thread = Never()
     source = ahead_source(SOURCES["draft model"](), thread=thread)
-    drafter = source.make(LMTarget(tiny.model_of("full")).parts)
+    drafter = source.make(LMTarget(target_of()).parts)
     assert isinstance(drafter, Ahead)
     draft = drafter.draft(PROMPT, K, GREEDY)
     drafter.prepare(PROMPT, draft, GREEDY)
@@ -436,7 +443,7 @@ def test_an_error_in_the_thread_turns_drafts_off(draft_errors: list[str]) -> Non
             raise RuntimeError("broken")
 
     source = draft_model_source("other", noisy(), SAME, Broken)
-    model = tiny.model_of("full")
+    model = target_of()
     rounds = drafted(model, ahead_source(source, thread=Waiting()), Sampling())
     assert lossless.emitted(rounds) == lossless.plain(model, PROMPT, 32)
     assert rounds[-1].reason is Reason.FAILED
@@ -464,7 +471,7 @@ def test_drafters_that_read_the_target_or_are_recurrent_are_refused(
 
 
 def test_weights_are_shared_and_quantized_ones_are_not() -> None:
-    parts = LMTarget(tiny.model_of("full")).parts
+    parts = LMTarget(target_of()).parts
     for bits in (None, 8):
         network = copy.deepcopy(noisy())
         if bits:
@@ -507,7 +514,7 @@ def test_late_drafts_of_another_rank_are_a_miss_and_later_requests_come_in_their
     source, history = draft_model_source("other", noisy(), SAME, Slow), list(PROMPT)
     with rank_of(source) as line:
         made = ahead_source(SOURCES["draft model"](), partial(RemoteDrafter, line))
-        drafter = made.make(LMTarget(tiny.model_of("full")).parts)
+        drafter = made.make(LMTarget(target_of()).parts)
         for _ in range(3):
             draft = drafter.draft(history, K, GREEDY)
             assert not draft.ahead

@@ -30,7 +30,9 @@ TOLERANCE = 1e-4
 
 @cache
 def model_of(kind: str) -> nn.Module:
-    return getattr(tiny, "full" if kind == "pard" else kind)(seed=1)
+    layers = {"full": 1, "pard": 1, "sliding": 2, "recurrent": 2}  # one of each kind
+    sizes = {"num_hidden_layers": layers[kind]} if kind in layers else {}
+    return getattr(tiny, "full" if kind == "pard" else kind)(seed=1, **sizes)
 
 
 def new(kind: str) -> DraftModel:

@@ -72,7 +72,7 @@ def with_drafter(kind: str, truth: Sequence[int]) -> Drafter:
     if kind == "lookup":
         return Lookup(1, 16)
     if kind == "draft model":
-        return DraftModel(tiny.full(seed=1), VocabularySizes(V, V))
+        return DraftModel(tiny.full(seed=1, num_hidden_layers=1), VocabularySizes(V, V))
     return Scripted([*PROMPT, *truth], 2, wrong=WRONG)
 
 

@@ -25,7 +25,7 @@ from mlx_spec.policy import AdaptivePolicies, AdaptivePolicy, FixedPolicy, Table
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Round, Sampler
 
-HEADS, COUNT = 4, 48
+HEADS, COUNT = 4, 36
 RATES = [[0.6, 0.15, 0.07, 0.04]] * HEADS
 KINDS, PROMPT = ("full", "sliding", "shared", "quantized"), tiny.prompt(25)
 PENALTIES = Sampling(0.9, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.1, seed=3)
