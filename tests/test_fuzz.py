@@ -15,6 +15,7 @@ import mlx.core as mx
 import pytest
 from support import pairs, tiny
 from support.checkpoints import edit_config
+from support.forked import start_python
 from support.refusals import refusal
 
 from mlx_spec.apps.server.protocols.stored_responses import ResponseStore
@@ -31,11 +32,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def run(*words: str) -> dict[str, dict[str, Any]]:
     """Return what `benchmarks/fuzz.py` finds, by reader."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "fuzz.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[:3000] + done.stderr[-2000:]
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    shown = started(str(ROOT / "benchmarks" / "fuzz.py"), *words)
+    found: dict[str, dict[str, Any]] = json.loads(shown.splitlines()[-1])
     return found
+
+
+def started(*words: str) -> str:
+    """Return what a Python program shows."""
+    pipe = subprocess.PIPE
+    with start_python()(
+        [sys.executable, *words], stdout=pipe, stderr=pipe, text=True, cwd=ROOT / "tests"
+    ) as process:
+        shown, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, shown[:3000] + errors[-2000:]
+    return shown
 
 
 def test_every_reader_ends_damaged_input_with_one_line() -> None:
@@ -70,12 +80,10 @@ for read in (wrong, long, large, dead, moved, int):
 def test_faults_are_found() -> None:
     if sys.platform != "linux":
         return
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS], capture_output=True, text=True, cwd=ROOT / "tests", check=True
-    )
-    lines = [line for line in done.stdout.splitlines() if line]
+    shown = started("-c", FAULTS)
+    lines = [line for line in shown.splitlines() if line]
     words = ("KeyError in wrong", "too much CPU", "it took", "SIGSEGV", "it is read", "")
-    assert [line[0] for line in lines] == ["2", "1", *"2222"], done.stdout
+    assert [line[0] for line in lines] == ["2", "1", *"2222"], shown
     for line, word in zip(lines, words, strict=True):
         assert word in line and bool(word) == ("|x 0 0: " in line), line
 

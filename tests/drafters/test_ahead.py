@@ -60,7 +60,7 @@ AHEAD = FixedPolicy(K, ahead=True)
 PROMPT = tiny.prompt(25)
 NOTHING = Features()
 GREEDY = Sampling().sampler(len(PROMPT), tiny.VOCAB)
-TOKENS = 350  # the wrong store is seen after 200
+TOKENS = 240  # the wrong store is seen after 200
 
 
 class Inline(AheadThread):
