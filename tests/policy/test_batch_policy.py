@@ -62,10 +62,12 @@ class Simulation:
     def run(self, rounds: int, fixed: int | None = None) -> None:
         queued, count = False, len(self.rates)
         for _ in range(rounds):
-            decisions = self.group.decide(self.policies, [range(n + 50) for n in self.tokens])
-            wanted = [d.choices[0].limit if d.choices else 0 for d in decisions]
-            wanted = wanted if fixed is None else [fixed] * count
-            self.reasons |= {decision.reason for decision in decisions}
+            if fixed is None:
+                decisions = self.group.decide(self.policies, [range(n + 50) for n in self.tokens])
+                wanted = [d.choices[0].limit if d.choices else 0 for d in decisions]
+                self.reasons |= {decision.reason for decision in decisions}
+            else:
+                wanted = [fixed] * count
             landing, drafting = queued and any(wanted), any(wanted) and not queued
             accepted = [0] * count
             if drafting:

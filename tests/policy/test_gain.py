@@ -46,11 +46,11 @@ class Stolen(Device):
         return super().submit(steps)
 
 
-def true_cost(round, curve):
+def true_cost(round, device):
     if not round.drafted:
         return 1.0
-    drafting = 0.0 if round.source == "lookup" else curve.drafted * round.drafted
-    return curve.rows(1 + round.drafted) + drafting + curve.host
+    drafting = 0.0 if round.source == "lookup" else device.curve.drafted * round.drafted
+    return device.passes[1 + round.drafted] + drafting + device.curve.host
 
 
 def session(curve, text, rounds, believed=None, seed=0, fixed=None, answers=ANSWERS, tokens=TOKENS, off=0.0):
@@ -76,7 +76,7 @@ def session(curve, text, rounds, believed=None, seed=0, fixed=None, answers=ANSW
         answer, cost = Statistics(), 0.0
         for round in decode(policy, device, make_text(text, tokens, [seed, index]), tokens).rounds:
             answer = answer.plus(round, 0.0)
-            cost += true_cost(round, device.curve)
+            cost += true_cost(round, device)
         yield answer, answer.generated_tokens / cost
 
 
@@ -84,7 +84,7 @@ def session(curve, text, rounds, believed=None, seed=0, fixed=None, answers=ANSW
 @pytest.mark.parametrize("rounds", [0, 1, 5, 40])
 def test_a_gain_that_is_shown_is_the_true_one_under_any_load(rounds, believed):
     shown = drafted = 0
-    for curve, text in CASES:
+    for curve, text in CASES if believed is None else CASES[3:]:  # the first three curves are as believed
         for answer, true in session(curve, text, rounds, believed):
             drafted += answer.drafted > 0
             if answer.drafted and answer.known_gain is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -236,8 +237,12 @@ def make_text(kind: str, tokens: int, seed: Sequence[int]) -> list[VirtualDrafte
     its draft. switch: 0.93 or 0.08, changing every 60 tokens. kinds: the whole answer is known or not. indNN:
     independent tokens. useless: 0.02. lookup: stretches that can be copied, for nothing, beside the drafter.
     """
-    random = np.random.default_rng([*seed, *map(ord, kind)])
-    length = tokens + LOOKAHEAD
+    return list(_text(kind, tokens + LOOKAHEAD, (*seed, *map(ord, kind))))
+
+
+@lru_cache(maxsize=256)
+def _text(kind: str, length: int, seed: tuple[int, ...]) -> Sequence[VirtualDrafter]:
+    random = np.random.default_rng(seed)
     if kind == "lookup":
         return [_copied(random, length, 0.15)]
     rates, decline = _rates(kind, length, random)
