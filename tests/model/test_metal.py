@@ -20,7 +20,7 @@ def equal_sets(layer: Layer, x: mx.array, most: int = 18) -> list[list[int]]:
     """The numbers of rows up to `most` in sets: passes of two numbers in one set have equal bits."""
     sets: list[tuple[mx.array, list[int]]] = []
     for T in range(1, most + 1):
-        rows = range(0, x.shape[0] - T + 1, T)
+        rows = range(0, max(T, 6) - T + 1, T)
         got = bits(mx.concatenate([layer(x[i : i + T]) for i in rows]))
         for other, members in sets:
             common = min(got.shape[0], other.shape[0])

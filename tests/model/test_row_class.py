@@ -37,7 +37,7 @@ def experts() -> nn.Module:
     """A Qwen3 MoE, whose experts are layers, too."""
     args = qwen3_moe.ModelArgs(
         model_type="qwen3_moe",
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_experts=4,
         num_experts_per_tok=2,
         decoder_sparse_step=1,
@@ -64,9 +64,9 @@ def measured(model: nn.Module, chip: Chip, context_length: int | None = None) ->
 @pytest.mark.parametrize(
     ("build", "dtype"),
     [
-        (tiny.full, mx.float16),
-        (lambda: tiny.sliding(), mx.bfloat16),
-        (tiny.recurrent, mx.bfloat16),
+        (lambda: tiny.full(num_hidden_layers=1), mx.float16),
+        (lambda: tiny.sliding(num_hidden_layers=2), mx.bfloat16),
+        (lambda: tiny.recurrent(num_hidden_layers=2), mx.bfloat16),
     ],
 )
 def test_half_precision_on_a_cpu_is_one_class(build: Callable[[], nn.Module], dtype: mx.Dtype) -> None:

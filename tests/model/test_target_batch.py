@@ -68,7 +68,7 @@ def features_of(got: Features, expected: Features) -> Iterator[Both]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_sequence_is_as_if_alone(kind: str) -> None:
-    model, bits = tiny.model_of(kind), tiny.bits_of(kind)
+    model, bits = tiny.shallow(kind), tiny.bits_of(kind)
     draw = random.Random(kind)
     spec = FeatureSpec((1,), final_hidden=True, shared_kv=kind == "shared")
     target, inside, outside = TargetBatch(model, spec), list[Sequence](), list[Sequence]()
@@ -120,7 +120,7 @@ def test_every_sequence_is_as_if_alone(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["full", "sliding", "shared", "quantized"])
 def test_prompts_are_read_together_as_alone(kind: str) -> None:
     """Some targets hold a part of their prompts, others have no buffers yet; the window is 16."""
-    model, bits = tiny.model_of(kind), tiny.bits_of(kind)
+    model, bits = tiny.shallow(kind), tiny.bits_of(kind)
     spec = FeatureSpec((1,), final_hidden=True, shared_kv=kind == "shared")
     for held in ([0, 0, 0], [0, 40, 7], [40, 0, 20]):
         both = [Sequence(*(LMTarget(model, spec, kv_bits=bits) for _ in range(2))) for _ in held]
@@ -144,7 +144,7 @@ def test_prompts_are_read_together_as_alone(kind: str) -> None:
 @pytest.mark.parametrize("remember", [False, True])
 def test_only_places_of_the_present_text_are_returned_to(remember: bool) -> None:
     """The first text went on otherwise after 50 tokens. After a long answer the window has left them."""
-    model, old, new = tiny.model_of("sliding"), tiny.prompt(60, seed=1), tiny.prompt(30, seed=2)
+    model, old, new = tiny.shallow("sliding"), tiny.prompt(60, seed=1), tiny.prompt(30, seed=2)
     homes, target = [read(model, old), LMTarget(model)], TargetBatch(model, FeatureSpec())
     assert homes[0].rewind(50) == 50
     for home in homes:
@@ -165,7 +165,7 @@ def test_only_places_of_the_present_text_are_returned_to(remember: bool) -> None
 
 def test_a_window_moves_again_and_again() -> None:
     """Rounds of the same batch move the window to the front of buffers of the same size."""
-    model = tiny.model_of("sliding")
+    model = tiny.shallow("sliding")
     batch, text = TargetBatch(model, FeatureSpec()), tiny.prompt(5 * WINDOW_SLACK // 2, seed=3)
     shared, alone = ([read(model, tiny.prompt(size)) for size in (20, 29)] for _ in "ab")
     for target in shared:
@@ -181,7 +181,7 @@ def test_a_window_moves_again_and_again() -> None:
 
 def test_an_uncommitted_pass_survives_a_leave() -> None:
     for kind in ("full", "sliding", "recurrent"):
-        model = tiny.model_of(kind)
+        model = tiny.shallow(kind)
         target = TargetBatch(model, SPEC)
         pairs = [Sequence(LMTarget(model, SPEC), LMTarget(model, SPEC)) for _ in range(3)]
         for i, each in enumerate(pairs):
@@ -207,7 +207,7 @@ def test_an_uncommitted_pass_survives_a_leave() -> None:
 
 
 def test_buffers_follow_the_lengths() -> None:
-    caches, model = Caches(), tiny.sliding()
+    caches, model = Caches(), tiny.shallow("sliding")
     for length in (900, 20, 30, 40, 50):  # more than a quarter of its buffers stay in use below 770
         caches.join(read(model, tiny.prompt(length)).detach(dict, lambda: (caches, 0)))
     window, full = caches.attention[:2]
@@ -231,7 +231,7 @@ def test_buffers_follow_the_lengths() -> None:
 @pytest.mark.parametrize("kind", ["full", "recurrent"])
 def test_a_block_in_two_passes_and_after_an_interrupted_one(kind: str) -> None:
     """Also where tokens of a rejected draft have to be written again."""
-    model, block = tiny.model_of(kind), mx.array([5, 6, 7])
+    model, block = tiny.shallow(kind), mx.array([5, 6, 7])
     lone, whole, batch = LMTarget(model), LMTarget(model), TargetBatch(model, FeatureSpec())
     for target in (lone, whole):
         target.prefill(tiny.prompt(9))
@@ -245,7 +245,7 @@ def test_a_block_in_two_passes_and_after_an_interrupted_one(kind: str) -> None:
 
 
 def test_few_tokens_are_written_again_after_many_rejections() -> None:
-    model = tiny.model_of("recurrent")
+    model = tiny.shallow("recurrent")
     lone, batch = read(model, tiny.prompt(9)), TargetBatch(model, FeatureSpec())
     batch.join(read(model, tiny.prompt(9)))
     block, rows = mx.array([1, 2, 3, 4, 5, 6]), list[int]()

@@ -27,7 +27,7 @@ EVERYTHING = FeatureSpec(hidden_layers=(1, 3), final_hidden=True, shared_kv=True
 
 
 def target_of(kind: str, prompt: list[int], needs: FeatureSpec | None = None) -> LMTarget:
-    return read(tiny.model_of(kind), prompt, needs, kv_bits=tiny.bits_of(kind))
+    return read(tiny.shallow(kind), prompt, needs, kv_bits=tiny.bits_of(kind))
 
 
 def draft(target: LMTarget, tokens: list[int], path: tuple[int, ...]) -> None:

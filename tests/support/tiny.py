@@ -107,6 +107,16 @@ def model_of(kind: str) -> nn.Module:
     return model
 
 
+@cache
+def shallow(kind: str) -> nn.Module:
+    """Return a model of as few layers as a kind needs: with "quantized", K/V of one layer are quantized."""
+    layers = {"full": 2, "qwen": 2, "sliding": 2, "recurrent": 2, "quantized": 4}
+    if kind not in layers:
+        return model_of(kind)
+    model: nn.Module = globals()["sliding" if kind == "quantized" else kind](num_hidden_layers=layers[kind])
+    return model
+
+
 def bits_of(kind: str) -> int | None:
     """Return the bits of its K/V."""
     return 8 if "quantized" in kind else None
