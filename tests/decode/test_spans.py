@@ -134,7 +134,7 @@ def test_a_saved_sequence_goes_on(variant: str, drafter: str) -> None:
     pair, first, second = pair_of(variant, drafter), golden(variant, "again.0"), golden(variant, "again.1")
     held, other = pair.open(), pair.open()
     held.rewind_to_prefix(first.prompt)
-    for each in answer(pair.prepare(held, first.prompt, max_tokens=24)):
+    for each in answer(pair.prepare(held, first.prompt, max_tokens=COUNT)):
         held.append(each.tokens)
     other.restore(held.identity, held.state())
     assert other.rewind_to_prefix(second.prompt) >= first.prompt.spans[0].end
@@ -174,7 +174,7 @@ def test_plain_is_drafted_with_seeds_penalties_and_quantized_kv(
 ) -> None:
     own = OWN.get(variant, "assistant")
     pairs = [pair_of(variant, drafter, kv_bits=bits) for drafter in ("none", "text", own)]
-    prompt = golden(variant, "two.0").prompt
+    prompt = golden(variant, "one.0").prompt
     texts = [said(pair, prompt, sampling) for pair in pairs]
     assert texts[0] == texts[1] == texts[2]
 

@@ -123,10 +123,10 @@ def test_another_drafter_on_rank_1_is_refused_on_both(tmp_path: Path, models: di
 
 def test_text_is_that_of_one_process_until_a_rank_is_stopped(tmp_path: Path, models: dict[str, str]) -> None:
     command = program(models["qwen3"], "lookup")
-    with launched(tmp_path, command, command, environment={"SILENCE_S": "3"}) as ranks:
+    with launched(tmp_path, command, command, environment={"SILENCE_S": "2"}) as ranks:
         said = json.loads(line_of(ranks[0]))
         ranks[1].send_signal(signal.SIGSTOP)
-        assert "rank 1 was lost: nothing was heard of it for 3 s" in error_of(ranks[0])
+        assert "rank 1 was lost: nothing was heard of it for 2 s" in error_of(ranks[0])
         assert ranks[1].wait(LIMIT) == -signal.SIGKILL  # mlx.launch would wait for it
     assert module.SILENCE_S + module.BEAT_S < 10, "seconds in which every rank is to end"
     assert said == rank_program.generate(mlx_spec.load(models["qwen3"], "none"))

@@ -19,7 +19,7 @@ from mlx_spec.pair import Pair
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7, 8], [11, 12, 13, 14, 11, 12, 13, 14, 11], [21, 22, 23, 24, 21, 22, 23]]
 SEEDED = Sampling(temperature=0.9, seed=7)
-TOKENS = 12
+TOKENS = 8
 
 
 def generate(pair: Pair) -> list[list[int]]:
