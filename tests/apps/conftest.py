@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support import tiny as tiny_model
 from support.checkpoints import float32_copy
 from support.drafting import GOLDEN
+from support.pairs import save
 
 import mlx_spec
 from mlx_spec.pair import Pair
@@ -23,6 +25,13 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("parts")
     names = ("target", "assistant")
     return [float32_copy(GOLDEN / "e2b-trained" / name, folder / name) for name in names]
+
+
+@pytest.fixture(scope="session")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return a target and its draft model, each of one layer, with a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("one-layer")
+    return [save(tiny_model.full(num_hidden_layers=1), folder / name) for name in ("target", "drafter")]
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,10 @@ import time
 from itertools import pairwise
 
 import pytest
-from support.pairs import make_pair
+from support import tiny
+from support.pairs import pair_with
 
+from mlx_spec import load
 from mlx_spec.apps.bench import QUESTIONS, Run, arm, chat_questions, in_turns, main, measured, speeds
 from mlx_spec.apps.server import replay
 from mlx_spec.errors import InvalidValue
@@ -45,7 +47,8 @@ def test_an_answer_is_timed_from_the_end_of_its_prompt(pair, monkeypatch):
 def test_a_session_of_an_agent_is_replayed_turn_by_turn():
     """With full attention nothing is read twice, and what parted is copied."""
     spec = PairSpec("tiny")
-    turns = list(replay.replay(spec, 2, lambda _: make_pair("full", "none", context=3500), "Be brief. "))
+    model = tiny.full(num_hidden_layers=1)
+    turns = list(replay.replay(spec, 2, lambda _: pair_with(model, [], 0, context=3500), "Be brief. "))
     assert len(turns) == replay.TURNS and [turn.agent for turn in turns[:2]] == ["main", "title"]
     assert sum(turn.read_again for turn in turns) < 64 * 4  # less than a copy is worth, for each that parts
     assert all(
@@ -54,7 +57,7 @@ def test_a_session_of_an_agent_is_replayed_turn_by_turn():
     lines = replay.report(turns)
     assert len(lines) == replay.TURNS + 4 and "over the least" in lines[-2]
     with pytest.raises(InvalidValue, match=r"needs .* tokens, and this model has a context of 900"):
-        list(replay.replay(spec, 2, lambda _: make_pair("full", "none", context=900)))
+        list(replay.replay(spec, 2, lambda _: pair_with(model, [], 0, context=900)))
 
 
 def run(speed: float, *, tokens: int = 11, drafted: int = 0, accepted: int = 0) -> Run:
@@ -87,18 +90,18 @@ def test_speeds_are_of_all_answers_and_agree_with_the_gain():
         (0, ["plain", "K = 0"]),
     ],
 )
-def test_arms(tiny, length, decoders):
-    speeds, answers = measured(tiny, 6, 1, length, most=1)
+def test_arms(one_layer, length, decoders):
+    speeds, answers = measured(load(*one_layer), 6, 1, length, most=1)
     assert [speed.name for speed in speeds] == decoders and answers == 1
     assert all(speed.tokens_per_second > 0 and speed.other_text == 0 for speed in speeds)
 
 
-def test_json(parts, capsys):
-    pair = [f"--target={parts[0]}", f"--drafter={parts[1]}", "--num-draft-tokens=3"]
+def test_json(one_layer, capsys):
+    pair = [f"--target={one_layer[0]}", f"--drafter={one_layer[1]}", "--num-draft-tokens=3"]
     assert main([*pair, "--tokens=16", "--repeats=1", "--json"]) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert not [line for line in err.splitlines() if not line.startswith("measuring what passes of ")]
-    assert (report["target"], report["drafter"]) == tuple(map(str, parts))
+    assert (report["target"], report["drafter"]) == tuple(map(str, one_layer))
     assert report["answers"] == len(QUESTIONS)
     assert [speed["name"] for speed in report["decoders"]] == ["plain", "K = 3"]

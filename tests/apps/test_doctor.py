@@ -16,8 +16,6 @@ import mlx.core as mx
 import pytest
 from huggingface_hub import constants
 from support import mac
-from support import tiny as tiny_model
-from support.pairs import save
 from support.spans import pair_of
 
 import mlx_spec
@@ -50,8 +48,7 @@ from mlx_spec.model.caches import Caches
 from mlx_spec.pair import Pair
 
 # A slow machine is not a reason to leave something out.
-PATIENT = Effort(seconds=600.0, questions=1, tokens=9)
-SHORT = replace(PATIENT, tokens=5)
+PATIENT = Effort(seconds=600.0, questions=1, tokens=5)
 EQUAL = Comparison("Why?", OWN, False, 24, 20, 18)
 
 
@@ -89,7 +86,7 @@ def test_the_demo_pair_passes(report):
 
 @pytest.mark.parametrize(("variant", "drafter"), [("e2b", "assistant"), ("qwen", "mtp")])
 def test_a_picture_is_read_the_same_with_drafts(variant, drafter):
-    found = self_test(pair_of(variant, drafter), None, SHORT, StageProgress(io.StringIO()))
+    found = self_test(pair_of(variant, drafter), None, PATIENT, StageProgress(io.StringIO()))
     seen = [each for each in found.comparisons if each.prompt.startswith("a drawing")]
     assert {each.decoder for each in seen} == {SPOILED, OWN, ADAPTIVE, BATCHED}
     assert found.passed and found.picture == 64
@@ -115,11 +112,10 @@ def test_its_certificate_can_be_shown_to_others(report):
         assert secret not in json.dumps(report)
 
 
-def test_the_command(tmp_path, capsys):
-    folder = save(tiny_model.full(), tmp_path / "small")
-    assert main(["--quick", "--target", str(folder), "--drafter", "lookup"]) == 0
+def test_the_command(one_layer, capsys):
+    assert main(["--quick", "--target", str(one_layer[0]), "--drafter", "lookup"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("ok     machine ") and "lossless: " in out and str(tmp_path) not in out
+    assert out.startswith("ok     machine ") and "lossless: " in out and str(one_layer[0].parent) not in out
 
 
 def test_a_cache_that_keeps_a_rejected_row_is_reported(monkeypatch, tiny):
@@ -129,7 +125,7 @@ def test_a_cache_that_keeps_a_rejected_row_is_reported(monkeypatch, tiny):
         commit(self, [min(keep[0] + 1, self.uncommitted)] if len(keep) == 1 else keep)
 
     monkeypatch.setattr(Caches, "commit", keep_more)
-    broken = self_test(tiny, None, SHORT, StageProgress(io.StringIO()))
+    broken = self_test(tiny, None, PATIENT, StageProgress(io.StringIO()))
     parted = [each.divergence for each in broken.wrong if each.divergence is not None]
     assert parted[0].found != parted[0].expected and parted[0].gap.roundings > broken.allowed
     text = shown(broken)
@@ -148,7 +144,7 @@ def test_a_window_that_keeps_a_rejected_row_is_found(monkeypatch, tiny):
                 columns.first = [columns.first[0] - 1]
 
     monkeypatch.setattr(Caches, "commit", keep_a_row)
-    broken = self_test(tiny, None, SHORT, StageProgress(io.StringIO()))
+    broken = self_test(tiny, None, PATIENT, StageProgress(io.StringIO()))
     assert not broken.passed and SPOILED in {each.decoder for each in broken.wrong}
 
 
@@ -157,7 +153,7 @@ def test_what_breaks_off_an_answer_is_reported(monkeypatch, pair):
         raise IndexError("no such row in /home/somebody/cache.bin")
 
     monkeypatch.setattr(Caches, "commit", commit)
-    broken = self_test(pair, None, SHORT, StageProgress(io.StringIO()))
+    broken = self_test(pair, None, PATIENT, StageProgress(io.StringIO()))
     assert not broken.passed
     assert {each.error for each in broken.wrong} == {"IndexError: no such row in (a file)"}
 

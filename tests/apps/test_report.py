@@ -16,9 +16,9 @@ from mlx_spec.apps.report import block, hiding, main
 from mlx_spec.apps.selftest import Effort
 
 
-def test_the_block_names_machine_versions_text_and_speeds(tiny):
+def test_the_block_names_machine_versions_text_and_speeds(one_layer):
     effort = Effort(seconds=600.0, questions=1, tokens=5)
-    lines, is_fine = block(lambda: tiny, hiding(), effort, tokens=8, most=1)
+    lines, is_fine = block(lambda: mlx_spec.load(*one_layer), hiding(), effort, tokens=8, most=1)
     out = "\n".join(lines)
     assert is_fine and max(map(len, lines)) <= 90
     for expected in (

@@ -76,7 +76,7 @@ def test_prompt_and_pipe_are_one_message(monkeypatch, capfd):
 
 
 def test_options_reach_the_model(monkeypatch, capfdbinary):
-    plain = ["--max-tokens=16", "--prompt=hello", "--drafter=none"]
+    plain = ["--max-tokens=6", "--prompt=hello", "--drafter=none"]
     sampled = [*plain, "--temperature=5", "--top-k=50", "--min-p=0.001", "--top-p=0.99", "--seed=1"]
     texts = []
     for options in (plain, [*plain, "--system=Be brief.", "--kv-bits=4"], sampled, sampled):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,15 +30,16 @@ class Eyes:
     """A target that reads pictures."""
 
     def __init__(self, folder: Path) -> None:
-        self.options = [f"--target={folder}", "--drafter=none", "--max-tokens=12"]
+        self.options = [f"--target={folder}", "--drafter=none", "--max-tokens=6"]
 
+    @cache  # noqa: B019
     def expected(self, *turns: tuple[str, ...]) -> list[str]:
         """Return the answers to turns of pictures and a text."""
         session = open_pair(choose(parse(Options, "chat", self.options))).session()
         answers = []
         for *names, text in turns:
             parts = [{"type": "image", "image": file(name)} for name in names]
-            pieces = session.stream([*parts, {"type": "text", "text": text}], max_tokens=12)
+            pieces = session.stream([*parts, {"type": "text", "text": text}], max_tokens=6)
             answers.append("".join(piece.text for piece in pieces).strip())
         assert all(answers), "an empty answer is part of any"
         return answers
