@@ -94,7 +94,7 @@ def test_a_drafter_with_a_rotary_base_of_its_own_is_measured_with_both(
     trained = GOLDEN / "trained"
     drafter, out = Path(shutil.copytree(trained / "eagle3", tmp_path / "drafter")), tmp_path / "out"
     edit_config(drafter, lambda config: config.update(rope_theta=3.0))
-    asked = ConversionOptions(str(trained / "llama"), out, str(drafter), "none")
+    asked = ConversionOptions(str(trained / "llama"), out, str(drafter), "none", None, "none", "float32")
     assert run_conversion(asked, UNCOMPARED) == 0
     acceptance = json.loads((out / "pair.json").read_text())["self_test"]["acceptance"]
     assert acceptance["first"] < acceptance["first_with_rope_of_target"]
