@@ -205,7 +205,7 @@ def eight_bit_text(tmp_path_factory):
     drafting.converted(GOLDEN / "12b-trained" / "target", "none", folder / "out", **EIGHT)
     pair = mlx_spec.load(folder / "out", "none")
     prompt = [2, *pair.tokenizer.encode(drafting.QUESTIONS[0])]
-    return emitted(list(pair.generate(prompt, max_tokens=24)))
+    return emitted(list(pair.generate(prompt, max_tokens=14)))
 
 
 @pytest.mark.parametrize("family", [family for family in MADE if family in drafting.TRAINED])
@@ -217,7 +217,7 @@ def test_quantized_pairs_generate_the_target_s_text(family, tmp_path, eight_bit_
     pair = loaded.with_policies(FixedPolicy(4))  # that of a loaded pair times plain tokens, too
     assert pair.drafter_names == (family,)
     prompt = [2, *pair.tokenizer.encode(drafting.QUESTIONS[0])]
-    text = emitted(list(pair.generate(prompt, max_tokens=24)))
+    text = emitted(list(pair.generate(prompt, max_tokens=14)))
     assert text == eight_bit_text and len(text) > 10
 
 
