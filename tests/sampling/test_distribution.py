@@ -131,8 +131,8 @@ def reading_source() -> DrafterSource:
 
 RIGHT: dict[str, Callable[[], float]] = {
     "drawn": lambda: excess(draft_model(), FILTERED),
-    "drawn with the target's noise": lambda: excess(draft_model(), FILTERED, seeded(FILTERED), FEW),
-    "not drawn": lambda: excess(Lookup(2, 8), FILTERED, generations=FEW),
+    "drawn with the target's noise": lambda: excess(draft_model(), FILTERED, seeded(FILTERED), FEW, model()),
+    "not drawn": lambda: excess(Lookup(2, 8), FILTERED, None, FEW, model()),
     "a tree that was not drawn": lambda: tree_excess(Static(), FILTERED),
     "a drawn tree": lambda: tree_excess(Sampled(), FILTERED),
     "a drawn tree with the target's noise": lambda: tree_excess(Sampled(), FILTERED, seeded(FILTERED)),
@@ -140,7 +140,7 @@ RIGHT: dict[str, Callable[[], float]] = {
     "a batch without filters": lambda: batch_excess(reading_source(), PLAIN),
 }
 WRONG: dict[str, Callable[[], float]] = {
-    "argmax posing as drawn": lambda: excess(Lying(draft_model()), PLAIN),
+    "argmax posing as drawn": lambda: excess(Lying(draft_model()), PLAIN, None, FEW, model()),
     "argmax posing as drawn, in a batch": lambda: batch_excess(reading_source(), PLAIN, Lying),
     "no filters": lambda: excess(Scripted([]), FILTERED, unseeded(PLAIN), 60),  # one impossible token tells
     "a tree drawn without replacement": lambda: tree_excess(Sampled(lies=True), PLAIN),
@@ -175,7 +175,7 @@ def text(drafter: Drafter, K: int, sampling: Sampling, count: int) -> list[int]:
 
 def test_seeded_text_is_the_same_with_any_drafter_or_none() -> None:
     """Nine drafted texts and the plain one."""
-    count = 40
+    count = 25
     sampling = Sampling(0.8, seed=11, top_p=0.95, repetition_penalty=1.1, frequency_penalty=0.02)
     plain = text(Scripted([]), 0, sampling, count)
     spoiled = [(t + 1) % V if i % 5 == 4 else t for i, t in enumerate(plain)]

@@ -81,7 +81,7 @@ def check(sampling: Sampling, found: np.ndarray, row: np.ndarray, history: list[
     assert np.abs(found - free / free.sum()).max() < 2e-6
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(
     fields=SETTINGS,
     vocab=st.sampled_from([40, 300, 5000]),

@@ -185,8 +185,8 @@ def test_a_prompt_is_scored_and_then_continued(kind: str, length: int) -> None:
     found = scored(target, prompt, [drafter])
     check(found, reference(model, Sampling(), prompt[:1], prompt[1:]), prompt[1:])
     assert target.size == length - 1 and target.uncommitted == 0
-    truth = plain(model, prompt, 20)
-    assert emitted(rounds(target, Scripted(prompt + truth, 2), 3, prompt, 20)) == truth
+    truth = plain(model, prompt, 8)
+    assert emitted(rounds(target, Scripted(prompt + truth, 2), 3, prompt, 8)) == truth
     seen = [f.final_hidden.shape[0] for f in drafter.seen if f.final_hidden is not None]
     assert drafter.histories == [sum(seen[: i + 1]) + 1 for i in range(len(seen))]
     assert sum(seen) == length - 1
@@ -199,7 +199,7 @@ def test_scoring_may_end_early() -> None:
     next(stream)
     stream.close()
     assert target.size == MAX_UNCOMMITTED and target.uncommitted == 0
-    assert emitted(rounds(target, Scripted([]), 0, prompt, 9)) == plain(model, prompt, 9)
+    assert emitted(rounds(target, Scripted([]), 0, prompt, 5)) == plain(model, prompt, 5)
 
 
 def test_tokens_that_the_target_holds_are_not_scored_again() -> None:

@@ -72,7 +72,7 @@ def means(p: Levels, q: Levels) -> tuple[float, float]:
 # --- what is drawn
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(kind=st.sampled_from(KINDS), size=st.sampled_from(SIZES), seed=st.integers(0, 99))
 def test_a_chain_emits_the_distribution(kind: str, size: tuple[int, int], seed: int) -> None:
     """And a block accepts no fewer tokens than a rule for each, and no more than any rule could."""
@@ -86,7 +86,7 @@ def test_a_chain_emits_the_distribution(kind: str, size: tuple[int, int], seed: 
     assert by_block <= bound + TOLERANCE
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     kind=st.sampled_from(KINDS),
     tree=st.sampled_from(TREES),

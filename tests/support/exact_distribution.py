@@ -30,8 +30,7 @@ from support.lossless import Scripted, emitted
 V = 8
 PROMPT = [1, 2, 3, 1, 2]  # lookup drafts 3, 1
 COUNT = 3  # tokens of a generation: two drafted, one recovered or bonus
-# After 160, a recovered token that is drawn from p is seen, at 1.2 times the quantile.
-GENERATIONS = 200
+GENERATIONS = 160  # show a recovered token that is drawn from p, at 1.2 times the quantile
 NOISE = 0.4  # of the draft model: with less or more of it, wrong rules change less
 FEW = 120  # show the weakest lie of a drafter in the tests, of DFlash, at 1.3 times the quantile
 DRAFTS = 60  # show every lie of a drafter in the tests, at 1.5 times the quantile or more
