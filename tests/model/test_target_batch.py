@@ -21,7 +21,13 @@ from mlx_spec.model.target import MAX_REPLAY_TOKENS, LMTarget
 from mlx_spec.model.target_batch import TargetBatch, probe_batch
 from mlx_spec.types import Features, FeatureSpec
 
-KINDS = ["full", "sliding", "shared", "recurrent", "recurrent_moe", "quantized"]  # the window is 16
+KINDS = [
+    "full",
+    "shared",
+    "recurrent",
+    "recurrent_moe",
+    "quantized",
+]  # with "quantized" come windows of 16, too
 SPEC = FeatureSpec(hidden_layers=(1,), final_hidden=True)
 MAX_ERROR = 2e-4  # of the largest value: float32 sums in another order; a wrong position gives 0.1 and more
 
@@ -69,13 +75,13 @@ def features_of(got: Features, expected: Features) -> Iterator[Both]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_sequence_is_as_if_alone(kind: str) -> None:
     model, bits = tiny.shallow(kind), tiny.bits_of(kind)
-    draw = random.Random(kind)
+    draw = random.Random(f"{kind}268")  # every kind joins, leaves, is dropped and comes back
     spec = FeatureSpec((1,), final_hidden=True, shared_kv=kind == "shared")
     target, inside, outside = TargetBatch(model, spec), list[Sequence](), list[Sequence]()
     # A window keeps 79 rows; a recurrent state has another checkpoint 32 tokens before the end of a prompt.
     longest = 40 if kind.startswith("recurrent") else 90
-    for step in range(28):
-        if (not inside or draw.random() < 0.2) and len(inside) < 8:
+    for step in range(16):
+        if (not inside or draw.random() < 0.35) and len(inside) < 8:
             if outside and draw.random() < 0.5:
                 joining = outside.pop(draw.randrange(len(outside)))
             else:
@@ -83,7 +89,7 @@ def test_every_sequence_is_as_if_alone(kind: str) -> None:
                 joining.extend(tiny.prompt(draw.choice([1, 2, 9, 30, longest]), seed=step))
             target.join(joining.shared)
             inside.append(joining)
-        elif inside and draw.random() < 0.15:
+        elif inside and draw.random() < 0.35:
             index = draw.randrange(len(inside))
             leaving, last = inside[index], inside.pop()
             if leaving is not last:
@@ -117,7 +123,7 @@ def test_every_sequence_is_as_if_alone(kind: str) -> None:
         assert_close(*pairs)
 
 
-@pytest.mark.parametrize("kind", ["full", "sliding", "shared", "quantized"])
+@pytest.mark.parametrize("kind", ["full", "shared", "quantized"])
 def test_prompts_are_read_together_as_alone(kind: str) -> None:
     """Some targets hold a part of their prompts, others have no buffers yet; the window is 16."""
     model, bits = tiny.shallow(kind), tiny.bits_of(kind)
