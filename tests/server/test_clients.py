@@ -34,8 +34,8 @@ def record(**properties: Any) -> dict[str, Any]:
     return schema | {"additionalProperties": False}
 
 
-SCHEMA = record(name={"type": "string", "maxLength": 12}, pure={"type": "boolean"})
-FORECAST = record(city={"type": "string", "maxLength": 8}, days={"enum": [1, 2]})
+SCHEMA = record(name={"type": "string", "maxLength": 4}, pure={"type": "boolean"})
+FORECAST = record(city={"type": "string", "maxLength": 4}, days={"enum": [1, 2]})
 FUNCTION = {"name": "weather", "parameters": FORECAST}
 WEATHER = {"type": "function", "function": FUNCTION}
 
@@ -111,11 +111,10 @@ def test_a_schema_that_nothing_fits_is_refused_without_its_grammar(client: Any, 
 
 
 def test_prediction(client: Any) -> None:
-    text = client.chat.completions.create(messages=ZIP, **EXACT).choices[0].message.content
+    ask = {"messages": ZIP, "max_tokens": 16, **EXACT}
+    text = client.chat.completions.create(**ask).choices[0].message.content
     for predicted, right in ((text, True), ("Nothing of the kind, never at all.", False)):
-        found = client.chat.completions.create(
-            messages=ZIP, prediction={"type": "content", "content": predicted}, **EXACT
-        )
+        found = client.chat.completions.create(prediction={"type": "content", "content": predicted}, **ask)
         details = found.usage.completion_tokens_details
         assert found.choices[0].message.content == text
         assert (details.accepted_prediction_tokens > details.rejected_prediction_tokens) is right
@@ -174,9 +173,9 @@ def claude(server: httpx2.Client, anthropic: Any) -> Iterator[Any]:
 FORM = {"type": "json_schema", "schema": SCHEMA}
 ASKS: dict[str, tuple[dict[str, Any], ...]] = {  # in chat completions, messages and responses
     "text": (
-        {"logprobs": True, "top_logprobs": 2},
-        {},
-        {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+        {"logprobs": True, "top_logprobs": 2, "max_tokens": 12},
+        {"max_tokens": 12},
+        {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 12},
     ),
     "schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
