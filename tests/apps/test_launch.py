@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -16,6 +17,7 @@ from urllib.request import urlopen
 import pytest
 from support.checkpoints import edit_config, float32_copy
 from support.endpoint import DEMO, Stub, listening
+from support.forked import start_python
 
 from mlx_spec import demo
 from mlx_spec.apps import launch
@@ -169,16 +171,23 @@ def signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def ports(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Start servers as forks of a process that has imported all. Return the ports they are told."""
+    ports, start = list[int](), start_python()
+
+    def start_fork(words: list[str], **rest: Any) -> subprocess.Popen[str]:
+        ports.append(int(words[-1]))
+        return start([words[0], *words[2:]], **rest)  # without -P, an option of Python
+
+    forks = SimpleNamespace(**{**vars(subprocess), "Popen": start_fork})
+    monkeypatch.setattr(server_process, "subprocess", forks)
+    return ports
+
+
 @pytest.mark.usefixtures("signals")
-def test_a_server_lives_as_long_as_the_agent(agents, tmp_path, monkeypatch):
+def test_a_server_lives_as_long_as_the_agent(agents, tmp_path, ports):
     """Its port is its own choice: one that was found free may be taken before the server listens."""
-    ports, start = list[int](), server_process.launch
-
-    def count(options: Any, selection: Any, port: int, log: Path) -> subprocess.Popen[bytes]:
-        ports.append(port)
-        return start(options, selection, port, log)
-
-    monkeypatch.setattr(server_process, "launch", count)
     target = float32_copy(demo.TARGET, tmp_path / "big")
     edit_config(target, lambda config: config["text_config"].update(max_position_embeddings=65_536))
     words = ("--url", "http://127.0.0.1:1", "--target", str(target), "--drafter", "none")
@@ -189,7 +198,7 @@ def test_a_server_lives_as_long_as_the_agent(agents, tmp_path, monkeypatch):
         urlopen(f"{record['environment']['ANTHROPIC_BASE_URL']}/health")
 
 
-@pytest.mark.usefixtures("agents", "signals")
+@pytest.mark.usefixtures("agents", "ports", "signals")
 def test_the_last_words_of_a_server_that_does_not_start(tmp_path, capsys):
     (tmp_path / "log").write_text("mlx-spec: loading it\nmlx-spec: it holds no weights\nand more\n")
     assert server_process.last_words(tmp_path / "log") == "it holds no weights"

@@ -14,7 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from support import tiny
 from support.hub_stand_in import ASSISTANT, E2B, serving
+from support.pairs import save
 from support.screen import GOLDEN, PAIR, READY, STATUS, TINY, Screen, at_home
 from support.spans import ROOT as SEEING
 from support.waiting import wait_until
@@ -107,7 +109,7 @@ def test_every_command(converse, tmp_path, monkeypatch):
         "/show": "turns: 1, ",
         "/clear": "a new conversation begins",
         "/set temperature 0.5": "temperature 0.5",
-        "/show ": "settings: temperature 0.5, max_tokens 24\n(.*\n)*turns: 0, ",
+        "/show ": "settings: temperature 0.5, max_tokens 20\n(.*\n)*turns: 0, ",
         "/set": r"temperature +0\.5\n(.*\n)*seed +off\n",
         "/set temperature off": "temperature 0.0",
         "/system Answer in verse.": "new system prompt, 0 turns kept",
@@ -122,7 +124,7 @@ def test_every_command(converse, tmp_path, monkeypatch):
     (tmp_path / "pbcopy").write_text(f"#!/bin/sh\ncat > {tmp_path}/clipboard\n")
     (tmp_path / "pbcopy").chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    _, *answers = converse([*PAIR, "--max-tokens=24"], *lines)
+    _, *answers = converse([*PAIR, "--max-tokens=20"], *lines)
     said = dict(zip(lines, answers, strict=True))
     for line, pattern in lines.items():
         assert re.search(pattern, said[line]), (line, said[line])
@@ -139,7 +141,7 @@ def test_every_command(converse, tmp_path, monkeypatch):
 
 def test_saved_conversation_goes_on_the_same(converse, tmp_path):
     """Saved and loaded with another pair: the next answer is the one that would have come."""
-    file, options = tmp_path / "talk.json", [*PAIR, "--max-tokens=32"]
+    file, options = tmp_path / "talk.json", [*PAIR, "--max-tokens=12"]
     _, first, _, expected = converse(options, JOIN, f"/save {tmp_path / 'talk'}", SPLIT)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert [path.name for path in tmp_path.glob(".*.tmp")] == []
@@ -177,7 +179,7 @@ def test_drafts_return_to_the_drafter_of_the_command_line(converse):
 
 
 def test_highlight(converse):
-    options = [*PAIR, "--max-tokens=24", "--num-draft-tokens=3"]
+    options = [*PAIR, "--max-tokens=12", "--num-draft-tokens=3"]
     lines = JOIN, "/highlight on", "/retry", "/highlight off", "/retry", "/draft auto"
     _, *said = converse(options, *lines, has_styles=True)
     texts = [re.sub(r"\x1b\[[\d;]*m", "", one) for one in said]
@@ -366,9 +368,11 @@ def talk(endless, tmp_path_factory) -> Iterator[Talk]:
 
 def test_measuring_for_the_first_time_stays_on_one_line(tmp_path):
     """Each share that was done became a line of its own beside the spinner."""
-    with Screen(*PAIR, home=tmp_path, XDG_CACHE_HOME=str(tmp_path / "new")) as screen:
+    folder = save(tiny.full(num_hidden_layers=1), tmp_path / "small")
+    options = f"--target={folder}", "--drafter=lookup"
+    with Screen(*options, home=tmp_path, XDG_CACHE_HOME=str(tmp_path / "new")) as screen:
         screen.wait_for(READY)
-        assert "measuring what demo takes on this machine" in screen.text
+        assert "measuring what small takes on this machine" in screen.text
         lines = re.findall(r"once: [0-9]{1,3}%\s*\n", screen.text)
         assert len(lines) <= 1, "the last one is rubbed out"
 
