@@ -163,7 +163,7 @@ def test_wrong_costs_are_corrected() -> None:
         simulation.run(300)
         assert simulation.speed > 1.5
     simulation = Simulation([0.9] * 8, passes_of("linear"), table_of(passes_of("linear")))
-    simulation.run(1000)
+    simulation.run(500)
     assert simulation.speed > 0.99 and simulation.reasons >= {Reason.COST, Reason.PROBE}
 
 

@@ -22,8 +22,8 @@ def recorder_of(sampling: Sampling, prompt_length: int, top: int = TOP) -> Logpr
 def recorded(
     model: nn.Module, drafter: Drafter, policy: DraftLengthPolicy, sampling: Sampling, prompt: list[int]
 ) -> tuple[list[Round], list[TokenLogprob]]:
-    """Generate 40 tokens with their log-probabilities."""
+    """Generate 24 tokens with their log-probabilities."""
     recorder = recorder_of(sampling, len(prompt))
-    done = list(generate(LMTarget(model), [drafter], policy, recorder, prompt, max_tokens=40))
+    done = list(generate(LMTarget(model), [drafter], policy, recorder, prompt, max_tokens=24))
     assert not recorder._rows, "rows that were read are dropped"
     return done, [each for round in done for each in round.logprobs]
