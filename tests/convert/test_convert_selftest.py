@@ -192,7 +192,8 @@ def test_text_that_is_not_the_targets(tmp_path: Path, monkeypatch: pytest.Monkey
         commit(self, [min(keep[0] + 1, self.uncommitted)] if len(keep) == 1 else keep)
 
     monkeypatch.setattr(Caches, "commit", keep_more)
-    whole = replace(SHORT, comparison=Effort(10.0, 1, 8))  # the first prompt alone does not show it
+    # The first prompt alone does not show it.
+    whole = replace(SHORT, prompts=SHORT.prompts[:1], generated=2, comparison=Effort(10.0, 1, 8))
     with pytest.raises(SelfTestFailed, match=r"^FAILED: .*: nothing was written"):
         proved(PAIR, tmp_path / "out", effort=whole)
 

@@ -196,7 +196,7 @@ def hits(done: Sequence[Round]) -> float:
 @cache
 def plain_text(kind: str, sampling: str) -> list[int]:
     """Return the text of plain decoding, once for all ways to draft ahead."""
-    return plain(target_of(kind), SAMPLINGS[sampling], PROMPT * 2, 20)
+    return plain(target_of(kind), SAMPLINGS[sampling], PROMPT * 2, 15)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_text_is_plain_decoding_s(where: str, name: str, sampling: str) -> None:
     """Whether the drafts are ready or not: with the thread of programs, that is a matter of chance."""
     kind = "sliding" if name == "sliding" else "full"
     with helped(where, SOURCES[name]()) as source:
-        done = drafted(target_of(kind), source, SAMPLINGS[sampling], PROMPT * 2, 20)
+        done = drafted(target_of(kind), source, SAMPLINGS[sampling], PROMPT * 2, 15)
     assert emitted(done) == plain_text(kind, sampling)
     assert name == "lookup" or where == "real thread" or hits(done) > 0.05
 
@@ -397,7 +397,7 @@ def test_a_conversation_that_is_rewound_and_edited() -> None:
     target = LMTarget(model)
     drafter = source.make(target.parts)
     chance, history = random.Random(1), list(PROMPT)
-    for turn in range(8):
+    for turn in range(6):
         sampling = list(SAMPLINGS.values())[turn % 4]
         stop = [chance.randrange(256) for _ in range(20)]
         sampler = sampling.sampler(len(history), tiny.VOCAB)

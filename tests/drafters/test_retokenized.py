@@ -45,7 +45,7 @@ from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Features, Round
 
-GREEDY, SEEDED = Sampling(), Sampling(temperature=1.2, seed=7)
+GREEDY, SEEDED = Sampling(), Sampling(temperature=1.4, seed=7)
 NOTHING = Features()
 
 

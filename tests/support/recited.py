@@ -94,11 +94,11 @@ def size_of(kind: str) -> int:
 @cache
 def target_of(kind: str) -> nn.Module:
     """Its window holds 16 tokens; the sequences here are several times as long."""
-    return taught(tiny.sliding(scale=0.05, vocab_size=size_of(kind)), recited(kind))
+    return taught(tiny.sliding(scale=0.05, num_hidden_layers=2, vocab_size=size_of(kind)), recited(kind))
 
 
 def untaught(kind: str) -> nn.Module:
-    return tiny.full(1, scale=0.05, vocab_size=size_of(kind), tie_word_embeddings=False)
+    return tiny.full(1, scale=0.05, num_hidden_layers=1, vocab_size=size_of(kind), tie_word_embeddings=False)
 
 
 @cache
