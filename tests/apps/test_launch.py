@@ -9,15 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
 from support.checkpoints import edit_config, float32_copy
 from support.endpoint import DEMO, Stub, listening
-from support.forked import start_python
+from support.forked import start_servers_as_forks
 
 from mlx_spec import demo
 from mlx_spec.apps import launch
@@ -173,16 +171,8 @@ def signals() -> Iterator[None]:
 
 @pytest.fixture
 def ports(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Start servers as forks of a process that has imported all. Return the ports they are told."""
-    ports, start = list[int](), start_python()
-
-    def start_fork(words: list[str], **rest: Any) -> subprocess.Popen[str]:
-        ports.append(int(words[-1]))
-        return start([words[0], *words[2:]], **rest)  # without -P, an option of Python
-
-    forks = SimpleNamespace(**{**vars(subprocess), "Popen": start_fork})
-    monkeypatch.setattr(server_process, "subprocess", forks)
-    return ports
+    """Start servers as forks. Return the ports they are told."""
+    return start_servers_as_forks(server_process, monkeypatch)
 
 
 @pytest.mark.usefixtures("signals")

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked import start_servers_as_forks
 from support.ports import free_ports
 from support.waiting import LIMIT, wait_until
 
-from mlx_spec.apps.menubar import macos, parse
+from mlx_spec.apps.menubar import macos, parse, server_process
 from mlx_spec.apps.menubar.app import QUIT, App, Folder
 from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Phase, State
 from mlx_spec.apps.menubar.server_process import (
@@ -152,7 +153,8 @@ def test_a_port_that_is_taken_for_a_moment_is_tried_again(watched, stand_in):
     assert any(CANNOT_LISTEN in (state.problem or "") for state in one.states)
 
 
-def test_it_runs_shows_figures_and_comes_back_after_a_crash(watched, port):
+def test_it_runs_shows_figures_and_comes_back_after_a_crash(watched, port, monkeypatch):
+    start_servers_as_forks(server_process, monkeypatch)
     one = watched(port)
     one.server.start(PairSpec("demo", "none"))
     one.reach(Phase.RUNNING)

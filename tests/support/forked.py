@@ -17,7 +17,11 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 PROGRAMS = ("mlx_spec.load", "mlx_spec.apps.chat.repl", "mlx_spec.apps.server.app")
 MEASURING_S = 0.1  # a tenth of what programs take for users: the passes of tiny models are short
@@ -58,6 +62,18 @@ def start_python() -> type[subprocess.Popen[str]]:
     import mlx.core as mx
 
     return Forked if sys.platform == "linux" and not mx.cuda.is_available() else subprocess.Popen
+
+
+def start_servers_as_forks(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let `module` start servers as forks where it can. Return the ports they are told, a list that grows."""
+    ports, start = list[int](), start_python()
+
+    def start_fork(words: list[str], **rest: Any) -> subprocess.Popen[str]:
+        ports.append(int(words[-1]))
+        return start([words[0], *words[2:]], **rest)  # without -P, an option of Python
+
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": start_fork}))
+    return ports
 
 
 def measure_shortly() -> None:
