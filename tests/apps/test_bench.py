@@ -20,10 +20,10 @@ from mlx_spec.types import Round
 
 def test_arms_in_turns_give_the_tokens_of_plain_decoding(pair):
     prompt = chat_questions(pair.tokenizer)[0].tokens
-    expected = [t for round in pair.generate(prompt, max_tokens=20) for t in round.tokens]
+    expected = [t for round in pair.generate(prompt, max_tokens=10) for t in round.tokens]
     arms = [arm(pair, 0), arm(pair, 4), arm(pair, None)]
     for start in range(2):
-        runs = in_turns(pair, arms, prompt, 20, start)
+        runs = in_turns(pair, arms, prompt, 10, start)
         assert [run.tokens for run in runs] == [expected] * 3
         assert not any(round.drafted for round in runs[0].done)
         assert 0 < sum(r.accepted for r in runs[1].done) <= sum(r.drafted for r in runs[1].done)

@@ -18,9 +18,9 @@ from mlx_spec.types import Round
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.8, seed=3)])
 def test_both_answers_have_the_same_tokens(pair, sampling):
     prompt = question(pair.tokenizer, "What does os.path.join do?", "Be brief.")
-    *_, last = race(pair, prompt, 40, sampling)
+    *_, last = race(pair, prompt, 24, sampling)
     drafted, plain = last.runs
-    rounds = pair.generate(prompt, max_tokens=40, sampling=sampling or Sampling())
+    rounds = pair.generate(prompt, max_tokens=24, sampling=sampling or Sampling())
     expected = [token for round in rounds for token in round.tokens]
     assert drafted.tokens == plain.tokens == expected and last.difference is None
     assert not any(round.drafted for round in plain.done) and len(last.ratios) >= 1
@@ -40,7 +40,7 @@ def test_a_difference_is_named(pair):
 
 
 def test_the_command(capsys):
-    assert run("race", "DEMO", "--tokens", "24") == 0
+    assert run("race", "DEMO", "--tokens", "16") == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[-1] == "every token the same ✓" and "\x1b" not in out + err
 

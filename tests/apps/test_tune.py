@@ -23,9 +23,9 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_costs_are_shown_saved_taken_to_a_file_and_back_and_cannot_be_saved(
-    cache, parts, tmp_path, capsys, monkeypatch
+    cache, one_layer, tmp_path, capsys, monkeypatch
 ):
-    tiny = [f"--target={parts[0]}", f"--drafter={parts[1]}"]
+    tiny = [f"--target={one_layer[0]}", f"--drafter={one_layer[1]}"]
     monkeypatch.setattr(Table, "dearer", lambda *_: False)  # a busy machine gives dear ones
     exported = tmp_path / "mine.json"
     assert main([*tiny, "--context", "64", "--export", str(exported)]) == 0
@@ -37,7 +37,7 @@ def test_costs_are_shown_saved_taken_to_a_file_and_back_and_cannot_be_saved(
     heads = ["rows of a p", "verify, ms ", "in plain to", *["draft with "] * 4]  # three of lookup
     assert [line[:11] for line in lines[4:-2]] == heads
     measured = json.loads(file.read_text())
-    assert mlx_spec.load(*parts).policies.costs.table().context == measured["table"]["context"] == context
+    assert mlx_spec.load(*one_layer).policies.costs.table().context == measured["table"]["context"] == context
     file.unlink()
     assert main([*tiny, "--json", "--import", str(exported)]) == 0
     again = json.loads(capsys.readouterr().out)["seconds"]
@@ -60,11 +60,11 @@ def test_costs_are_shown_saved_taken_to_a_file_and_back_and_cannot_be_saved(
         (["--drafter={drafter}", "--import=mine.json"], "mine.json is damaged"),
     ],
 )
-def test_refusals(words, problem, parts, capsys, tmp_path, monkeypatch):
-    names = dict(zip(("target", "drafter"), parts, strict=True))
+def test_refusals(words, problem, one_layer, capsys, tmp_path, monkeypatch):
+    names = dict(zip(("target", "drafter"), one_layer, strict=True))
     monkeypatch.chdir(tmp_path)
     Path("mine.json").write_text("{")
-    assert main([f"--target={parts[0]}", *(word.format(**names) for word in words)]) == 1
+    assert main([f"--target={one_layer[0]}", *(word.format(**names) for word in words)]) == 1
     out, err = capsys.readouterr()
     *progress, line = err.splitlines()
     assert out == "" and line.startswith(f"mlx-spec: {problem.format(**names)}")
