@@ -598,8 +598,8 @@ def test_a_message_waits_until_the_model_is_loaded(stage, tab):
 # --- pictures
 
 PASTE = """(async () => {
-  const canvas = new OffscreenCanvas(3000, 1500);
-  canvas.getContext('2d').fillRect(0, 0, 3000, 1500);
+  const canvas = new OffscreenCanvas(2100, 1050);
+  canvas.getContext('2d').fillRect(0, 0, 2100, 1050);
   const data = new DataTransfer();
   for (const [type, text] of Object.entries(TEXTS)) data.items.add(text, type);
   data.items.add(new File([await canvas.convertToBlob()], 'wide.png', {type: 'image/png'}));

@@ -172,19 +172,26 @@ def test_files_and_long_pastes_are_attached_and_counted(stage, tab, tmp_path):
 
 
 LONG = """(async () => {
-  const { put, newId } = await import('./page/store.js');
-  const record = { id: newId(), title: 'Long', leaf: null, updated: 1, deleted: null, settings: null };
-  await put('conversations', record);
+  const { listConversations, newId } = await import('./page/store.js');
+  await listConversations();
+  const database = await new Promise((done) => {
+    indexedDB.open('mlx_spec').onsuccess = (event) => done(event.target.result);
+  });
+  const writing = database.transaction(['conversations', 'exchanges'], 'readwrite');
+  const [conversations, exchanges] = ['conversations', 'exchanges'].map((name) => writing.objectStore(name));
+  const conversation = newId();
+  const told = { id: conversation, title: 'Long', leaf: null, updated: 1, deleted: null, settings: null };
+  conversations.put(told);
   let parent = null;
-  const writes = [];
   for (let i = 0; i < 2500; i += 1) {
     const id = newId();
-    writes.push(put('exchanges', { id, conversation: record.id, parent, question: `question ${i}`, images: [],
+    exchanges.put({ id, conversation, parent, question: `question ${i}`, images: [],
       answer: { text: `answer **${i}** is here`, runs: [[0, null, 0]] },
-      thinking: null, facts: [], problem: null }));
+      thinking: null, facts: [], problem: null });
     parent = id;
   }
-  await Promise.all(writes);
+  await new Promise((done) => { writing.oncomplete = done; });
+  database.close();
 })()"""
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from support.chromium import Tab
-from support.endpoint import DEMO, serving
+from support.endpoint import serving
 from support.page import DONE, FREE, ask, choose_files, press, reload, text, visit
-
-from mlx_spec.apps.server.settings import Settings
+from support.served import PLAIN, load_once
 
 ROWS = "[...document.querySelectorAll('#models-disk li')].map((one) => one.textContent)"
 NAME = "gemma-4-e2b"
@@ -23,7 +22,7 @@ def press_in(tab: Tab, row: str, words: str) -> None:
 def test_a_newcomer_comes_from_the_demo_to_a_real_model(hub, tab, tmp_path):
     note = tmp_path / "note.txt"
     note.write_text("the cat sat on the mat\n")
-    with serving(Settings(DEMO)) as server:
+    with serving(PLAIN, load_once) as server:
         visit(tab, server.base_url)
         tab.until("!document.querySelector('#get-model').hidden")
         tab.click("#get-one")
