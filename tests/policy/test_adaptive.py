@@ -219,8 +219,8 @@ def test_the_policy_finds_the_best_length(name, percent):
     device, policies = Device(curve), AdaptivePolicies(["mtp"])
     policies.use(curve.table())
     policy = policies.policy(device.clock)
-    decode(policy, device, make_text(f"ind{percent}", 800, [1]), 800)
-    rounds = decode(policy, device, make_text(f"ind{percent}", 800, [2]), 800).rounds
+    decode(policy, device, make_text(f"ind{percent}", 500, [1]), 500)
+    rounds = decode(policy, device, make_text(f"ind{percent}", 500, [2]), 500).rounds
     usual = Counter(round.drafted for round in rounds).most_common(1)[0][0]
     speeds = [speed(curve, percent / 100, length) for length in range(17)]
     assert speeds[usual] >= 0.97 * max(speeds)
