@@ -63,7 +63,7 @@ class Scripted(Drafter):
 
 
 def rounds(kind: str, drafter: Drafter, K: int, sampling: Sampling = lossless.GREEDY) -> list[Round]:
-    target = LMTarget(tiny.model_of(kind), kv_bits=tiny.bits_of(kind))
+    target = LMTarget(tiny.shallow(kind), kv_bits=tiny.bits_of(kind))
     return lossless.rounds(target, drafter, K, PROMPT, COUNT, sampling=sampling)
 
 
@@ -140,7 +140,7 @@ def test_a_stop_token_inside_a_path(place: int) -> None:
     """The text ends with it, the caches hold all before it, and what follows is right."""
     truth = plain("sliding")
     place = truth.index(truth[place])
-    target, drafter = LMTarget(tiny.model_of("sliding")), Scripted([*PROMPT, *truth])
+    target, drafter = LMTarget(tiny.shallow("sliding")), Scripted([*PROMPT, *truth])
     done = lossless.rounds(target, drafter, 14, PROMPT, COUNT, stop=[truth[place]])
     emitted = lossless.emitted(done)
     assert emitted == truth[: place + 1] and done[-1].finish_reason == "stop"
@@ -210,7 +210,7 @@ def test_trained_heads_draft_trees_where_width_is_free(pairs: tuple[Pair, Pair],
 @pytest.mark.parametrize("sampling", [lossless.GREEDY, PENALTIES])
 def test_log_probabilities_along_side_branches(sampling: Sampling) -> None:
     """They equal those of plain decoding, token for token."""
-    model, found, truth = tiny.model_of("sliding"), [], list[int]()
+    model, found, truth = tiny.shallow("sliding"), [], list[int]()
     for K in (0, 14):
         done, said = recorded(model, Scripted([*PROMPT, *truth]), FixedPolicy(K), sampling, PROMPT)
         truth = lossless.emitted(done)
