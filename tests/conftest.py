@@ -9,7 +9,6 @@ import os
 import platform
 import sys
 from collections.abc import Generator, Iterator
-from functools import cache
 
 import mlx.core as mx
 import pytest
@@ -17,7 +16,8 @@ from hypothesis import settings
 from support import mac
 from support.forked import measure_shortly
 
-from mlx_spec.device import blas, use_device
+from mlx_spec.device import use_device
+from mlx_spec.device.blas import use_blas
 
 M_TRIM_THRESHOLD, M_TOP_PAD = -1, -2  # options of glibc's mallopt
 
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.mac and sys.platform != "darwin":  # a worker of xdist begins as a Mac
         mac.imitate_for_good()
     # Tests compare passes of one row and of several to 1e-5: an optimized BLAS has another kernel for each.
-    blas.use_blas(optimized=False)
+    use_blas(optimized=False)
     use_device()
 
 
@@ -109,23 +109,6 @@ def environment() -> Iterator[None]:
 def rules_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let decisions that depend on the device be those for a CPU, also in a process that uses a GPU."""
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
-
-
-@cache
-def blas_slot() -> ctypes.c_size_t | None:
-    return blas._slot() if sys.platform == "linux" else None
-
-
-@pytest.fixture
-def optimized_blas() -> Iterator[None]:
-    """Multiply matrices in a tenth of the time, where a row may be rounded otherwise in another pass."""
-    if (slot := blas_slot()) is None:
-        yield
-    else:
-        before = slot.value
-        blas._replace(slot, threads=1)
-        yield
-        slot.value = before
 
 
 @pytest.fixture(autouse=True, scope="session")

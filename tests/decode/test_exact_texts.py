@@ -63,7 +63,6 @@ def ways(
     return list(itertools.islice(compared, most))
 
 
-@pytest.mark.usefixtures("optimized_blas")  # the products of a chip are made of calls of equal rows
 @pytest.mark.parametrize(
     ("build", "chip", "base", "tokens", "sampling"),
     [
@@ -91,7 +90,6 @@ def test_no_bit_differs_with_the_kernels_of_a_chip(
     assert len(found) == (3 if tokens > 1000 else 8)
 
 
-@pytest.mark.usefixtures("optimized_blas")
 def test_bits_differ_without_row_classes() -> None:
     """So the tests above can fail."""
     pair = pair_of(full)

@@ -20,7 +20,6 @@ from mlx_spec.prompt import LazyRows, Prompt, text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Round
 
-pytestmark = pytest.mark.usefixtures("optimized_blas")
 GREEDY = Sampling()
 COUNT = 8  # tokens of an answer
 TOLERANCE = 2e-3  # of logits; smaller than the margins of greedy texts
