@@ -75,12 +75,12 @@ def test_prompt_and_pipe_are_one_message(monkeypatch, capfd):
     assert said[0] == said[1]
 
 
-def test_options_reach_the_model(monkeypatch, capfdbinary):
+def test_options_reach_the_model(endless, monkeypatch, capfdbinary):
     plain = ["--max-tokens=6", "--prompt=hello", "--drafter=none"]
     sampled = [*plain, "--temperature=5", "--top-k=50", "--min-p=0.001", "--top-p=0.99", "--seed=1"]
     texts = []
     for options in (plain, [*plain, "--system=Be brief.", "--kv-bits=4"], sampled, sampled):
-        assert answer(monkeypatch, TINY[0], *options) == 0
+        assert answer(monkeypatch, endless[0], *options) == 0
         out, err = capfdbinary.readouterr()
         assert b"drafts: switched off" in err
         texts.append(out)
