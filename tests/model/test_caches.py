@@ -503,12 +503,12 @@ def test_places_share_the_rows_that_both_need(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["sliding", "shared"])
 def test_places_without_a_gap_give_back_all_sizes_between(kind: str) -> None:
-    model, prompt = tiny.shallow(kind), tiny.prompt(516)
+    model, prompt = tiny.shallow(kind), tiny.prompt(900)
     target = LMTarget(model)
-    target.pin_at([128, 256, 384])
+    target.pin_at([512, 640, 768])
     target.prefill(prompt)
-    assert [place.size for place in target.rewind_points] == [128, 256, 384, 516]
-    for size in (376, 257, 216, 66):
+    assert [place.size for place in target.rewind_points] == [512, 640, 768, 900]
+    for size in (760, 641, 600, 450):
         fork, expected = LMTarget(model), logits_after(read(model, prompt[:size]), 3)
         assert fork.fork_from(target, size, 100) == target.rewind(size) == size
         for each in (fork, target):
