@@ -14,9 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support import tiny
 from support.hub_stand_in import ASSISTANT, E2B, serving
-from support.pairs import save
 from support.screen import GOLDEN, PAIR, READY, STATUS, TINY, Screen, at_home
 from support.spans import ROOT as SEEING
 from support.waiting import wait_until
@@ -368,11 +366,9 @@ def talk(endless, tmp_path_factory) -> Iterator[Talk]:
 
 def test_measuring_for_the_first_time_stays_on_one_line(tmp_path):
     """Each share that was done became a line of its own beside the spinner."""
-    folder = save(tiny.full(num_hidden_layers=1), tmp_path / "small")
-    options = f"--target={folder}", "--drafter=lookup"
-    with Screen(*options, home=tmp_path, XDG_CACHE_HOME=str(tmp_path / "new")) as screen:
+    with Screen(*PAIR, home=tmp_path, XDG_CACHE_HOME=str(tmp_path / "new")) as screen:
         screen.wait_for(READY)
-        assert "measuring what small takes on this machine" in screen.text
+        assert "measuring what demo takes on this machine" in screen.text
         lines = re.findall(r"once: [0-9]{1,3}%\s*\n", screen.text)
         assert len(lines) <= 1, "the last one is rubbed out"
 
