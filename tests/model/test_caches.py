@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
-from support import tiny
+from support import pairs, tiny
 from support.targets import Foreign, assert_goes_on, assert_same_logits, logits_after, read, write
 
 from mlx_spec.model.caches import Caches
@@ -229,6 +230,15 @@ def test_the_last_full_layer_is_never_quantized(kind: str) -> None:
     full = [cache for cache in caches.attention if cache.columns.window is None]
     assert type(full[-1]) is AttentionCache
     assert all(isinstance(cache, QuantizedCache) for cache in full[:-1])
+
+
+def test_models_for_tests_of_quantized_kv_have_some() -> None:
+    made = [tiny.model_of("quantized"), tiny.shallow("quantized"), pairs.MODELS["quantized"]]
+    with contextmanager(pairs.shallow)():
+        made.append(pairs.MODELS["quantized"])
+    for model in made:
+        caches = Caches.of_model(model, kv_bits=8)
+        assert any(isinstance(cache, QuantizedCache) for cache in caches.attention)
 
 
 def test_generated_tokens_are_no_prompt_where_prompts_see_further() -> None:

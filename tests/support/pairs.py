@@ -53,10 +53,10 @@ MODELS = Models()
 
 
 def shallow() -> Iterator[None]:
-    """Use models of as few layers as their kind needs: for tests of what a pass costs nothing to."""
+    """Use models of as few layers as their kind needs; K/V of the last full layer are not quantized."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MODELS, "full", tiny.full(num_hidden_layers=1))
-        patch.setitem(MODELS, "quantized", tiny.full(1, num_hidden_layers=1))
+        patch.setitem(MODELS, "quantized", tiny.full(1, num_hidden_layers=2))
         for kind, make in (("sliding", tiny.sliding), ("recurrent", tiny.recurrent)):
             patch.setitem(MODELS, kind, make(num_hidden_layers=2))
         yield

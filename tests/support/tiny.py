@@ -102,18 +102,21 @@ def assistant(seed: int = 5, pattern: str = "sf") -> DrafterSource:
 
 @cache
 def model_of(kind: str) -> nn.Module:
-    """Return the model of a kind of cache, the same one every time; that of "quantized" has windows, too."""
-    model: nn.Module = globals()["sliding" if kind == "quantized" else kind]()
+    """Return the model of a kind of cache, the same one every time.
+
+    That of "quantized" has windows, and two full layers: K/V of the last one are not quantized.
+    """
+    model: nn.Module = sliding(num_hidden_layers=4) if kind == "quantized" else globals()[kind]()
     return model
 
 
 @cache
 def shallow(kind: str) -> nn.Module:
-    """Return a model of as few layers as a kind needs: with "quantized", K/V of one layer are quantized."""
-    layers = {"full": 2, "qwen": 2, "sliding": 2, "recurrent": 2, "quantized": 4}
+    """Return a model of as few layers as a kind needs."""
+    layers = {"full": 2, "qwen": 2, "sliding": 2, "recurrent": 2}
     if kind not in layers:
         return model_of(kind)
-    model: nn.Module = globals()["sliding" if kind == "quantized" else kind](num_hidden_layers=layers[kind])
+    model: nn.Module = globals()[kind](num_hidden_layers=layers[kind])
     return model
 
 
