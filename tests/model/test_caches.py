@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 from support import pairs, tiny
 from support.targets import Foreign, assert_goes_on, assert_same_logits, logits_after, read, write
 
@@ -239,6 +239,19 @@ def test_models_for_tests_of_quantized_kv_have_some() -> None:
     for model in made:
         caches = Caches.of_model(model, kv_bits=8)
         assert any(isinstance(cache, QuantizedCache) for cache in caches.attention)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_kv_give_the_logits_of_mlx_lm(bits: int) -> None:
+    model, prompt = tiny.full(num_hidden_layers=2), tiny.prompt(40)
+    target = read(model, prompt[:30], kv_bits=bits)
+    quantized = target.caches.attention[0]
+    write(target, prompt[30:])
+    assert isinstance(quantized, QuantizedCache)
+    expected = model(
+        mx.array([[*prompt, 3]]), cache=[QuantizedKVCache(quantized.group_size, bits), KVCache()]
+    )
+    assert mx.abs(logits_after(target, 3)[-1] - expected[0, -1]).max().item() < 1e-4
 
 
 def test_generated_tokens_are_no_prompt_where_prompts_see_further() -> None:
