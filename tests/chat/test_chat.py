@@ -253,7 +253,7 @@ def test_interrupt_of_one_answer(endless, json_wanted, tmp_path, monkeypatch, ca
 def test_interrupt_before_the_answer(tmp_path):
     with Screen(stdin=subprocess.PIPE, home=tmp_path) as screen:
         screen.wait_for("reading the prompt from stdin until its end")
-        screen.type("\x03")
+        screen.press_ctrl_c("interrupted")
         assert screen.leave() == 130
         assert screen.text.endswith("\nmlx-spec: interrupted\n") and "Traceback" not in screen.text
 

@@ -105,6 +105,19 @@ class Screen:
         self._seen = found.end()
         return found
 
+    def press_ctrl_c(self, pattern: str, again_s: float = 10) -> None:
+        """Press Ctrl-C until the pattern comes.
+
+        Python handles a signal after the read that began just then, and a pipe may block a read for good.
+        """
+        self.type("\x03")
+        deadline = time.monotonic() + again_s
+        while not re.compile(pattern).search(self.text, self._seen):
+            if not self._read(deadline):
+                self.type("\x03")
+                break
+        self.wait_for(pattern)
+
     def leave(self) -> int:
         """The exit status of a program that ends by itself."""
         deadline = time.monotonic() + LIMIT
