@@ -127,9 +127,8 @@ OTHER = ("What is the capital of Spain?", "Once upon a time")  # what follows th
 
 # Short texts, and few and short continuations: enough to tell a trained drafter from a broken one.
 SHORT = SelfTestEffort(16, PROMPTS[1:3], (), 10, Effort(2.0, 1, 4))
-UNCOMPARED = replace(
-    SHORT, comparison=Effort(0.0, 1, 4)
-)  # no time to compare texts with drafts to plain ones
+# The same, without time to compare texts with drafts to plain ones.
+UNCOMPARED = replace(SHORT, comparison=Effort(0.0, 1, 4))
 
 
 def converted(
