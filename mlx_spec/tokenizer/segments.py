@@ -35,6 +35,7 @@ class Segment:
     undecided: str = ""  # text that may be a tag, or space before thinking
     held: str = ""  # text of the answer before it, which may become a stop string
     finished: str | None = None  # the stop string that was completed
+    after_call: bool = False  # True until text comes that cannot be the separator of calls
 
 
 class Marks:
@@ -76,7 +77,8 @@ class Segmenter:
 
     `after` reads a token, and `read` the text of tokens that are text. `calls` are the tokens that open and
     close a call: None if a header opens it, or if it ends with the answer or the next call. Without `calls`
-    all text outside of thinking is answer. `ends` have no text. `spell` writes tags as the text has them.
+    all text outside of thinking is answer. A `separator` between two calls is hidden, like space. `ends` have
+    no text. `spell` writes tags as the text has them.
     """
 
     def __init__(
@@ -84,12 +86,14 @@ class Segmenter:
         marks: Marks | None,
         *,
         calls: tuple[int | None, int | None] | None = None,
+        separator: str = "",
         ends: Collection[int] = (),
         stop: Sequence[str] = (),
         spell: Callable[[str], str] = str,
     ) -> None:
         self.marks = marks or Marks()
         self._calls, self._ends, self._stop = calls, ends, stop
+        self._separator = separator.strip()
         self._text_tags, self._answer_tags = (
             tuple(replace(tag, text=spell(tag.text)) for tag in tags)
             for tags in (self.marks.text_tags, self.marks.answer_tags)
@@ -105,7 +109,7 @@ class Segmenter:
         if token == opening and (segment.kind == "answer" or (segment.kind == "call" and closing is None)):
             return Segment("call")
         if token == closing and segment.kind == "call":
-            return Segment("answer", fresh=True, trim=True)
+            return Segment("answer", fresh=True, trim=True, after_call=True)
         if token in self._ends:
             return Segment("answer") if segment.kind == "call" and closing is None else segment
         if segment.kind == "call" and opening is not None:
@@ -121,7 +125,10 @@ class Segmenter:
     def turn(self, segment: Segment, after: Segment) -> tuple[Segment, list[SegmentText]]:
         """End the text of a segment, and go on with the one `after` it. Return that and the pieces."""
         is_same = (segment.kind or "answer") == (after.kind or "answer")
-        if segment.fresh and segment.kind == "answer" and after.kind == "thinking":
+        is_space = segment.fresh and segment.kind == "answer" and after.kind == "thinking"
+        follows = segment.after_call and after.kind == "call"
+        is_separator = follows and segment.undecided.strip() == self._separator
+        if is_space or is_separator:
             pieces: list[SegmentText] = [(None, segment.undecided)]
         else:
             segment, pieces = self.read(segment, "", final=True) if is_same else self.end(segment)
@@ -146,7 +153,10 @@ class Segmenter:
         if trim:
             take(_space(text), None)
             trim = not text
-        while text:
+        # What may be a separator waits for the token after it.
+        after_call = segment.after_call and not final and self._separator.startswith(text.rstrip())
+        after_call = after_call and not any(string in text for string in self._stop)
+        while text and not after_call:
             lead, tag = _space(text), tags[0] if tags else None
             if tag is None:
                 fresh = fresh and lead == len(text)
@@ -176,7 +186,7 @@ class Segmenter:
             closes = bool(tags) and tags[0].kind is None and text.startswith(tags[0].text)
             take(len(text), None if closes else kind)
         segment = replace(segment, kind=kind, fresh=fresh, trim=trim, tags=tags, undecided=text)
-        return self._stopped(segment, pieces)
+        return self._stopped(replace(segment, after_call=after_call), pieces)
 
     def end(self, segment: Segment) -> tuple[Segment, list[SegmentText]]:
         """End the text of a segment, and with it the answer. Return the segment and the pieces held back."""

@@ -56,10 +56,10 @@ class AnswerStream:
     The marks of thinking (`thinking.py`) are hidden in the places where the model uses them; elsewhere tags
     are text. Special tokens outside of tool calls are hidden. Text between `calls` markers is of kind "call",
     with special tokens as text. Calls stand in the answer, never in thinking. Both markers must be tokens of
-    the vocabulary. Without a closing marker a call ends with the answer, or at the next opening marker. If
-    headers mark calls, the text of a call begins with its header. Without a prompt (None) all text is answer
-    and nothing is marked. Tokens in `ends` have no text, like the end-of-text tokens. A text that continues
-    the tokens `before` keeps the space between them.
+    the vocabulary. Without a closing marker a call ends with the answer, or at the next opening marker. A
+    `separator` between two calls is hidden. If headers mark calls, the text of a call begins with its header.
+    Without a prompt (None) all text is answer and nothing is marked. Tokens in `ends` have no text, like the
+    end-of-text tokens. A text that continues the tokens `before` keeps the space between them.
 
     Stop strings are searched in the answer text only. Text that may become one is held back. The text before
     a stop string is returned, then the answer is finished: later tokens are not read. It also ends with a
@@ -74,6 +74,7 @@ class AnswerStream:
         stop: Sequence[str] = (),
         ends: Collection[int] = (),
         calls: Markers | None = None,
+        separator: str = "",
         before: Sequence[int] = (),
         last_call: Callable[[str], bool] | None = None,
     ) -> None:
@@ -84,6 +85,7 @@ class AnswerStream:
         self._segmenter = Segmenter(
             marks,
             calls=_call_tokens(tokenizer, calls) if calls is not None and prompt is not None else None,
+            separator=separator,
             ends=tokenizer.eos | frozenset(ends),
             stop=tuple(stop),
         )

@@ -21,14 +21,18 @@ from mlx_spec.apps.server.engine.tool_calls import ToolCallReader, without_marku
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.requests.request import Chat, Tool, ToolUse
 from mlx_spec.apps.server.settings import ServedModel
+from mlx_spec.apps.server.tools import formats
 from mlx_spec.apps.server.tools.formats import find_tool_format
+from mlx_spec.apps.server.tools.json_calls import FORMS, form
 from mlx_spec.apps.server.tools.prompts import chat_prompt, results_in_calls
 from mlx_spec.apps.server.tools.syntax import WrittenCall
 from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.pair import Pair
+from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
 from mlx_spec.tokenizer.stream import AnswerStream, TextPart
+from mlx_spec.tokenizer.thinking import Markers
 from mlx_spec.types import Round
 
 Q = '<|"|>'
@@ -363,6 +367,33 @@ def test_a_forced_call_needs_no_tools_in_the_template(parallel: bool):
     assert served.text_of(events) == ""
     assert [event.reason for event in events if isinstance(event, ChoiceEnded)] == ["tool_calls"]
     assert "force a call by tool_choice" in served.failure(refused).message
+
+
+def test_an_added_syntax_with_a_separator_shows_no_text_of_it(monkeypatch: pytest.MonkeyPatch):
+    """As the table of DESIGN says: an entry of FORMS is all that a syntax needs."""
+    markers, head = Markers("<|tool_call>", "<tool_call|>"), r"(?P<name>\w+):"
+    added = form("added", markers, ("{name}:{arguments}",), head, separator="; ")
+    monkeypatch.setattr(formats, "FORMS", (*FORMS, added))
+    source = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "<|tool_call>{{ c.function.name }}:{{ c.function.arguments | tojson }}<tool_call|>"
+        "{{ '; ' if not loop.last }}"
+        "{% endfor %}\n{% endfor %}{{ tools | tojson }}assistant: "
+    )
+
+    def load(served_model: ServedModel) -> Pair:
+        pair = copy(served.load_once(served_model))
+        pair.tokenizer = Tokenizer(tokenizer(), ChatTemplate(source, {}), pair.tokenizer.eos)
+        return pair
+
+    colours = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+    use = ToolUse((Tool("paint", None, colours),), "required")
+    with served.working(served.PLAIN, load) as engine:
+        asked = served.chat("Paint.", tools=use, max_tokens=60, sampling=Sampling(min_tokens=30))
+        events = served.answer(engine, asked)
+    calls = [json.loads(event.arguments) for event in events if isinstance(event, ToolCall)]
+    assert len(calls) > 1 and all(call["colour"] in ("red", "blue") for call in calls)
+    assert served.text_of(events) == ""
 
 
 ASKED, LATE = {"role": "user", "content": "?"}, {"role": "system", "content": "Be late."}

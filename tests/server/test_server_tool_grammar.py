@@ -17,6 +17,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from mlx_spec import demo
+from mlx_spec.apps.server.engine.answers import TextDelta, ToolCall
+from mlx_spec.apps.server.engine.tool_calls import ToolCallReader
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.requests import parameters
 from mlx_spec.apps.server.requests.request import OutputFormat, Tool, ToolUse
@@ -28,6 +30,9 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
+from mlx_spec.tokenizer.stream import AnswerStream
+from mlx_spec.tokenizer.thinking import Markers
+from mlx_spec.types import Round
 
 Q = '<|"|>'
 SYNTAXES = tuple(call_texts.SYNTAX.values())
@@ -139,6 +144,18 @@ def toy(name, **more):
     return form(name, MARKS, (way,), head, r"\}", "; ", **more)
 
 
+def read_answer(format, tools, text, written):
+    """Return the text and the calls of an answer. MARKS stand for the markers of its syntax."""
+    markers = Markers(MARKS.open, "" if format.close is None else MARKS.close)
+    answer = AnswerStream(text, [], calls=markers, separator=format.syntax.separator)
+    reader = ToolCallReader(0, format, tools)
+    parts = [*answer.read(Round(text.encode(written), 0, 0, "plain")), *answer.end()]
+    events = [event for part in parts if part.kind == "call" for event in reader.read(part)] + reader.end()
+    said = "".join(part.text for part in parts if part.kind != "call")
+    said += "".join(event.text for event in events if isinstance(event, TextDelta))
+    return said, [event for event in events if isinstance(event, ToolCall)]
+
+
 MARKS = SYNTAXES[1].markers
 WRITERS = [syntax for syntax in all_syntaxes() if syntax.write is not None]
 WRITERS += [toy("apart"), toy("together", together=True)]
@@ -154,14 +171,12 @@ def test_all_calls_of_an_answer_are_read_back(syntax):
     start = compiled(answer_grammar(format, ToolUse(tuple(tools), "required")), text).start
     for _ in range(12):
         written = walk(start.deep_copy(), text, rng)
-        bodies = [body.split(MARKS.close)[0] for body in written.split(MARKS.open)[1:]]
-        read = [syntax.parse(body, tools) for body in bodies]
-        calls = [call for found, rest in read for call in found]
+        said, calls = read_answer(format, tools, text, written)
         assert [call.name for call in calls] == re.findall("first_tool|second_tool", written)
-        assert all(rest == "" for _, rest in read)
+        assert said == ""
         for call in calls:
             jsonschema.validate(json.loads(call.arguments), schema)
-        counts.add(len(read[0][0]) if syntax.together else len(calls))
+        counts.add(len(calls) if not syntax.together or written.count(MARKS.open) == 1 else 1)
     assert max(counts) > 1, "no answer had two calls"
 
 

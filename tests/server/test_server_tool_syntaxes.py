@@ -131,7 +131,8 @@ def written_calls(text, *names):
 def read(text, written, tools=(TOOL, PING), prompt=START, seed=0):
     """Return the kinds and texts, and the calls, of an answer."""
     format, draw = find_tool_format(text), random.Random(seed)
-    answer = AnswerStream(text, text.encode(prompt), calls=format.syntax.markers)
+    syntax = format.syntax
+    answer = AnswerStream(text, text.encode(prompt), calls=syntax.markers, separator=syntax.separator)
     reader, tokens, parts = ToolCallReader(0, format, tools), text.encode(written), []
     while tokens:
         size = draw.randint(1, 5)

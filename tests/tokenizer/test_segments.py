@@ -12,8 +12,13 @@ from support.vocabularies import MARKED
 from mlx_spec.tokenizer.segments import Segment, Segmenter, SegmentText
 from mlx_spec.tokenizer.thinking import as_letters
 
-FRAGMENTS = [*"<think> </think> <answer> </answer> < /think> </thi a b 👍".split(), " ", "\n"]
-SEGMENTS = [Segment("answer", fresh=True), Segment("thinking", fresh=True, trim=True), Segment("answer")]
+FRAGMENTS = [*"<think> </think> <answer> </answer> < /think> </thi a b ; 👍".split(), " ", "\n"]
+SEGMENTS = [
+    Segment("answer", fresh=True),
+    Segment("thinking", fresh=True, trim=True),
+    Segment("answer"),
+    Segment("answer", fresh=True, trim=True, after_call=True),
+]
 
 
 def read(
@@ -53,7 +58,8 @@ def cuts(text: str, draw: random.Random) -> list[str]:
 
 @pytest.mark.parametrize("stop", [(), ("ab", "b\na", ">"), ("\n",)])
 def test_no_cut_changes_the_pieces(stop: tuple[str, ...]) -> None:
-    segmenter, kinds, finished = Segmenter(MARKED["text-answer"].marks, stop=stop), set(), 0
+    segmenter = Segmenter(MARKED["text-answer"].marks, separator="; <", stop=stop)
+    kinds, finished = set(), 0
     for seed in range(300):
         draw = random.Random(seed)
         text, segment = "".join(draw.choices(FRAGMENTS, k=draw.randint(0, 12))), draw.choice(SEGMENTS)

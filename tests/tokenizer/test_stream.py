@@ -227,6 +227,30 @@ def test_calls_are_counted_and_closed() -> None:
 
 
 @pytest.mark.parametrize(
+    ("between", "shown"),
+    [("; ", ""), (" ;\n", ""), ("", ""), ("\n", ""), (";", ""), ("; and ", "; and "), (";; ", ";; ")],
+)
+def test_separator_of_calls_is_hidden_between_two(between: str, shown: str) -> None:
+    text, call = ANSWERS["demo"], "<|tool_call>call:f{}<tool_call|>"
+    calls: list[tuple[str, str]] = [("call", "call:f{}"), ("call", "call:f{}")]
+    for draw in (None, random.Random(1), random.Random(2)):
+        for end in ("", "; ", "; so"):
+            answer = AnswerStream(text, [], calls=GEMMA, separator="; ")
+            source = text.encode(f"{call}{between}{call}{end}")
+            said = [(kind, part) for kind, _, part, _, _ in joined(streamed(answer, text, source, draw))]
+            answers = [("answer", part) for part in (shown, end)]
+            expected = [calls[0], answers[0], calls[1], answers[1]]
+            assert said == [piece for piece in expected if piece[1]], (between, end)
+
+
+def test_stop_string_in_a_separator_ends_the_answer() -> None:
+    text, call = ANSWERS["demo"], "<|tool_call>call:f{}<tool_call|>"
+    answer = AnswerStream(text, [], calls=GEMMA, separator="; ", stop=[";"])
+    streamed(answer, text, text.encode(f"{call}; {call}"))
+    assert answer.finished == ";"
+
+
+@pytest.mark.parametrize(
     ("prompt", "source", "thinking"),
     [
         ("", "<think>the end</think>all of it", "<think>the end</think>"),

@@ -209,12 +209,14 @@ class RequestChoice(Entry):
     def _stream(self) -> AnswerStream:
         request, prepared = self.job.request, self.job.prepared
         chat = request.prompt if isinstance(request.prompt, Chat) else None
-        markers, last_call = None, None
-        if prepared.tool_format is not None and chat is not None and chat.tools:
+        markers, separator, last_call = None, "", None
+        format = prepared.tool_format
+        if format is not None and chat is not None and chat.tools:
             is_free = prepared.sampling.grammar is None
-            markers = None if prepared.tool_format.is_answer else prepared.tool_format.syntax.markers
+            markers = None if format.is_answer else format.syntax.markers
+            separator = format.syntax.separator
             self._calls = ToolCallReader(
-                self.index, prepared.tool_format, chat.tools.tools, one=not chat.tools.parallel and is_free
+                self.index, format, chat.tools.tools, one=not chat.tools.parallel and is_free
             )
             last_call = self._calls.is_last
         return AnswerStream(
@@ -223,6 +225,7 @@ class RequestChoice(Entry):
             stop=request.stop,
             ends=prepared.ends,
             calls=markers,
+            separator=separator,
             before=self.prompt if chat is None or chat.begun else (),
             last_call=last_call,
         )
