@@ -104,6 +104,9 @@ class Matcher:
         self._vocabulary = vocabulary = grammar.vocabulary
         self._token_bytes = grammar.tokenizer.token_bytes
         self._segmenter, self._marks = segmenter, segmenter.marks
+        # The parser takes a tag that is a token for its text, and the stream may hide it. `whole` shows all.
+        tags = frozenset[int | None]() if grammar.whole else self._marks.tag_tokens
+        self._hidden = frozenset(tag for tag in tags if tag is not None)
         self._calls = grammar.calls
         self._answer: State = "answer" if self._calls is None else "free"  # the state after the thinking
         self._free_tokens = vocabulary.all_tokens
@@ -242,6 +245,8 @@ class Matcher:
             return "end" if token in vocabulary.ends else "invalid" if token == self._calls[1] else "free"
         if token in vocabulary.ends:
             return "end" if self._parser.is_accepting() else "invalid"
+        if token in self._hidden:
+            return "invalid"
         if self._parser.is_stopped() or self._parser.try_consume_tokens([token]) == 0:
             return "invalid"
         self._parsed[-1] += 1
@@ -282,7 +287,7 @@ class Matcher:
         if parser.is_error():  # such as at a dead end
             self._error = _parser_error(parser)
             return vocabulary.all_tokens
-        row = row & vocabulary.other_tokens
+        row = row & vocabulary.other_tokens & ~self._bits(self._hidden)
         if parser.is_accepting():
             row = row | vocabulary.end_tokens
         if state == "start" and self._marks.opening is not None:

@@ -218,6 +218,24 @@ def test_the_answer_matches_whatever_the_marks_of_thinking(name: str) -> None:
     assert thought == {False, True}
 
 
+def test_a_tag_that_is_a_token_is_not_text_of_an_answer_that_matches() -> None:
+    """The stream hides it in front of an answer. Where it hides nothing, the token is text like others."""
+    text = marked(added=["[THINK]", "[/THINK]"], template="[THINK][/THINK]")
+    tag, spelled = text.encode("[/THINK]"), [token for c in "[/THINK]" for token in text.encode(c)]
+    size = max(text.vocabulary().values()) + 1
+    found = compile_grammar("regex", r"\n\[/THINK\]a", text, size, seconds=5.0)
+    assert len(tag) == 1
+    start, end = text.encode("\n"), text.encode("a")
+    for thinks in (False, True):
+        matcher = found.thinking(thinks).matcher([])
+        assert matcher.legal([], [*start, *tag, *end]) == 1 and tag[0] not in row(matcher, start)
+        assert matcher.legal([], [*start, *spelled, *end]) == len(spelled) + 2
+        answer = AnswerStream(text, [])
+        parts = [*answer.read(Round([*start, *spelled, *end], 0, 0, "plain")), *answer.end()]
+        assert "".join(part.text for part in parts) == "\n[/THINK]a"
+    assert found.with_thinking().matcher([]).legal([], [*start, *tag, *end]) == 3
+
+
 def test_no_token_may_close_the_thinking_and_begin_the_answer() -> None:
     """The parser reads whole tokens."""
     text = marked(template="<think></think>", merges=[("k", ">"), ("k>", "{"), ("k>", "Ċ")])

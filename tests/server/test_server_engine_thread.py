@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import queue
+import re
 import statistics
 import threading
 import time
@@ -124,6 +125,13 @@ def test_speculation_changes_no_answer(engine: EngineThread, plain: EngineThread
     assert name != "a call" or any(isinstance(e, ToolCall) for e in events)
     spans = [(e.text, "".join(span.text for span in e.spans)) for e in events if isinstance(e, TextDelta)]
     assert all(text == pieced for text, pieced in spans)
+
+
+def test_the_form_of_an_answer_holds_after_a_raw_prompt_that_opens_thinking(engine: EngineThread) -> None:
+    """Its text is answer from the first token on."""
+    form = OutputFormat("regex", "[0-9]{3}")
+    events = answer(engine, raw(f"{QUESTION}<|channel>thought\n", format=form, max_tokens=12))
+    assert re.fullmatch(form.text, text_of(events))
 
 
 def test_an_answer(engine: EngineThread) -> None:

@@ -55,7 +55,7 @@ SCHEMA = {
         "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "minItems": 1, "maxItems": 3},
         "exact": {"type": "boolean"},
         "either": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-        "odd, key": {"const": {"b": [1, "x"], "a": True}},
+        "odd, key": {"const": {"b": [1, "x\x7f"], "a": True}},
     },
     "required": ["city", "place"],
     "additionalProperties": False,

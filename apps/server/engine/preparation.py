@@ -172,7 +172,9 @@ def _grammar(
         if format is not request.format:
             raise compile_failure(error, format.param) from error
         raise invalid(str(error), format.param) from error
-    grammar = grammar.thinking(isinstance(request.prompt, Chat) and _may_think(request.prompt, tokenizer))
+    if not isinstance(request.prompt, Chat):
+        return grammar.with_thinking()  # all text after a raw prompt is answer, also where it opens thinking
+    grammar = grammar.thinking(_may_think(request.prompt, tokenizer))
     if use is None or tool_format is None or format is request.format:
         return grammar
     if tool_format.in_headers:

@@ -122,8 +122,8 @@ class Rules:
 
 
 def quoted(text: str) -> str:
-    """Return `text` as a literal."""
-    return json.dumps(text, ensure_ascii=False)
+    """Return `text` as a literal. Lark takes no delete character in one."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def either(expressions: Iterable[str]) -> str:
