@@ -80,6 +80,7 @@ def load(
     checkpoint = _open_target(located.target, ranks)
     import mlx.core as mx
 
+    from mlx_spec.model.caches import Caches
     from mlx_spec.model.probe import arrays_of
     from mlx_spec.pair import Pair
 
@@ -99,6 +100,8 @@ def load(
     memory = opened.memory(info, kv_bits)
     pair = Pair(info, opened.tokenizer, model, offered, policies, kv_bits, ranks, opened.vision, memory)
     _prepare(pair, opened, spec)
+    if kv_bits is not None and (why := Caches.of_model(model, kv_bits).quantization_obstacle) is not None:
+        print(f"{_short(pair)}: kv_bits {kv_bits} changes nothing: {why}", file=sys.stderr)
     return pair
 
 

@@ -28,6 +28,7 @@ from mlx_spec.drafters.earlier import EarlierAnswers, ring_tokens
 from mlx_spec.drafters.lookup import MatchRange
 from mlx_spec.drafters.per_request import for_request
 from mlx_spec.errors import DraftsGrow, InvalidValue, NoVision, PromptTooLong, SpecError, caught
+from mlx_spec.model.caches import Caches
 from mlx_spec.model.hooks import parts_of
 from mlx_spec.model.probe import check_rows
 from mlx_spec.model.row_bits import measure_rows
@@ -463,7 +464,8 @@ class Pair:
 
     def _too_long_for_memory(self, tokens: int, most: int) -> str:
         assert self.memory is not None
-        way = "" if self._kv_bits == 4 else "quantize K and V with kv_bits 4 (--kv-bits 4), "
+        is_left = self._kv_bits != 4 and Caches.of_model(self._model, 4).quantization_obstacle is None
+        way = "quantize K and V with kv_bits 4 (--kv-bits 4), " if is_left else ""
         return (
             f"the prompt is too long: {tokens} tokens > {most} maximum, for which this machine has memory: "
             f"with them {self.info.target} takes {human_bytes(self.memory.total(tokens))} and may use "

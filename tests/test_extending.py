@@ -24,12 +24,13 @@ from mlx_spec.checkpoint.targets import TargetShape
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.model.caches import Caches
 from mlx_spec.model.layer_caches import AttentionCache, Columns, LayerCache
+from mlx_spec.model.probe import check_rows
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import LogitsProcessor, Sampling, sampling
 from mlx_spec.sampling.candidates import FILTERS, Filter, by_scores
-from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Round, Sampler
+from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, KVRows, Round, Sampler
 
 
 def pair_of(model: Any, *sources: DrafterSource) -> Pair:
@@ -159,25 +160,33 @@ def test_a_family_of_drafters_is_a_file_and_an_entry(monkeypatch, tmp_path):
 
 
 class NarrowCache(AttentionCache):
-    """K and V in a type of its own."""
+    """K and V in a type of its own, given back in that of the activations."""
 
     def __init__(self, columns: Columns, dtype: mx.Dtype) -> None:
         super().__init__(columns)
-        self.dtype = dtype
+        self.dtype = self.activations = dtype  # those of a cache without a pass are not known
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.activations = keys.dtype
         self._write([keys.astype(self.dtype), values.astype(self.dtype)])
-        keys, values = self.keys_and_values()
-        return keys.astype(mx.float32), values.astype(mx.float32)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        keys, values = super().keys_and_values()
+        return keys.astype(self.activations), values.astype(self.activations)
+
+    def rows(self, lane: int, size: int) -> KVRows:
+        stored = super().rows(lane, size)
+        return KVRows(stored.keys.astype(self.activations), stored.values.astype(self.activations))
+
+
+def with_narrow(caches: Caches, cache: object) -> LayerCache:
+    return NarrowCache(caches._columns_for(None), mx.float16)
 
 
 def test_a_cache_is_a_class_and_a_line(monkeypatch):
     """Alone, in a batch, and for a sequence that goes on from a saved state."""
-
-    def with_rollback(caches: Caches, cache: object) -> LayerCache:
-        return NarrowCache(caches._columns_for(None), mx.float16)
-
-    monkeypatch.setattr(Caches, "_with_rollback", with_rollback)
+    monkeypatch.setattr(Caches, "_with_rollback", with_narrow)
     model, block, together = tiny.full(), mx.array([5, 6]), list[LMTarget]()
     batch = TargetBatch(model, FeatureSpec())
     for length in (9, 21):
@@ -194,3 +203,26 @@ def test_a_cache_is_a_class_and_a_line(monkeypatch):
     batch.leave(0, keep=True)
     kept = {array.dtype for target in (*alone, together[0]) for array in target.state().arrays.values()}
     assert kept == {mx.float16} and together[0].size == 10
+
+
+@pytest.mark.parametrize("activations", [mx.float32, mx.bfloat16])
+def test_what_a_cache_stores_is_not_the_type_of_the_activations(activations, monkeypatch):
+    monkeypatch.setattr(Caches, "_with_rollback", with_narrow)
+    model = tiny.full()
+    model.set_dtype(activations)
+    assert check_rows(model, lambda: LMTarget(model)) == activations
+    target = LMTarget(model, FeatureSpec(shared_kv=True))
+    target.prefill(tiny.prompt(9))
+    (read,) = target.shared_kv().values()
+    cache = target.caches.attention[0]
+    assert isinstance(cache, NarrowCache) and cache.buffers[0].dtype == mx.float16
+    assert read.keys.dtype == read.values.dtype == cache.keys_and_values()[0].dtype == activations
+
+
+def test_kv_bits_name_the_cache_that_they_leave_as_it_is(monkeypatch):
+    monkeypatch.setattr(Caches, "_with_rollback", with_narrow)
+    caches = Caches.of_model(tiny.smallest(), kv_bits=4)
+    obstacle = "this target has full attention with NarrowCache, which stays as it is"
+    assert caches.quantization_obstacle == obstacle
+    caches.layers.append(AttentionCache(caches._columns_for(None)))
+    assert caches.quantization_obstacle == f"{obstacle} like the last of its other layers"

@@ -103,6 +103,19 @@ class Caches:
         return [layer for layer in self.layers if isinstance(layer, RecurrentCache)]
 
     @property
+    def quantization_obstacle(self) -> str | None:
+        """Return why `kv_bits` quantizes no layer, None if it quantizes some."""
+        if any(isinstance(cache, QuantizedCache) for cache in self.attention):
+            return None
+        if not self.full:
+            return "no layer of this target has full attention"
+        kinds = {type(cache) for cache in self.full}
+        if others := ", ".join(sorted(kind.__name__ for kind in kinds - {AttentionCache})):
+            also = " like the last of its other layers" if AttentionCache in kinds else ""
+            return f"this target has full attention with {others}, which stays as it is{also}"
+        return "of full attention this target has one layer with K/V, and the last one stays as computed"
+
+    @property
     def unquantized(self) -> list[AttentionCache]:
         """Return the caches of attention layers whose rows a drafter can read."""
         return [cache for cache in self.attention if not isinstance(cache, QuantizedCache)]

@@ -40,7 +40,8 @@ def check_rows(model: nn.Module, make: Callable[[], LMTarget], lengths: Sequence
     prompt, rows = [1, 2, 3], [2, 1, 3, 1]  # tokens that every vocabulary has
     kept = 2  # rows that a rollback keeps
     target = make()
-    target.prefill(prompt)
+    with _types_given(target) as types:
+        target.prefill(prompt)
     block = target.verify(mx.array(rows))
     target.commit(kept)
     again = target.verify(mx.array(rows[kept:]))
@@ -48,12 +49,35 @@ def check_rows(model: nn.Module, make: Callable[[], LMTarget], lengths: Sequence
     if target.rewind(len(prompt)) < len(prompt):
         target = make()
         target.prefill(prompt)
-    types = {array.dtype for array in target.caches.arrays()}
+    types |= {array.dtype for state in target.caches.recurrent for array in state.arrays()}
     single = _one_by_one(target, rows)
     rounding = rounding_of(model)
     _compare(mx.concatenate([block, again]), mx.concatenate([single, single[kept:]]), rounding)
     _check_lengths(model, make, target, lengths, rounding)
     return next((dtype for dtype in (mx.bfloat16, mx.float16) if dtype in types), mx.float32)
+
+
+@contextmanager
+def _types_given(target: LMTarget) -> Iterator[set[mx.Dtype]]:
+    """Collect the types of the keys and values that a model gives its caches, whatever type these store."""
+    types, caches = set[mx.Dtype](), target.caches.attention
+
+    def watch(cache: AttentionCache) -> None:
+        write = cache.update_and_fetch
+
+        def update_and_fetch(keys: mx.array, values: mx.array) -> Any:
+            types.update((keys.dtype, values.dtype))
+            return write(keys, values)
+
+        vars(cache)["update_and_fetch"] = update_and_fetch
+
+    for cache in caches:
+        watch(cache)
+    try:
+        yield types
+    finally:
+        for cache in caches:
+            del vars(cache)["update_and_fetch"]
 
 
 def _check_lengths(

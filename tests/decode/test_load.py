@@ -185,6 +185,20 @@ import mlx_spec.pair, mlx_spec.apps.server.app
         _ = mlx_spec.nothing
 
 
+def test_kv_bits_that_change_nothing_are_named_at_load(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save(tiny.smallest(), tmp_path / "one layer")
+    for kv_bits in (None, 4):
+        pair = load(folder, "none", num_draft_tokens=0, kv_bits=kv_bits)
+        words = "one layer: kv_bits 4 changes nothing: of full attention this target has one layer with K/V"
+        assert (words in capsys.readouterr().err) is (kv_bits is not None)
+        assert "--kv-bits" not in pair._too_long_for_memory(9, 8)
+    pair = load(saved / "target", "none", num_draft_tokens=0, kv_bits=8)
+    assert "changes nothing" not in capsys.readouterr().err
+    assert "--kv-bits 4" in pair._too_long_for_memory(9, 8)
+
+
 # --- what does not
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 from support import pairs, tiny
 from support.targets import Foreign, assert_goes_on, assert_same_logits, logits_after, read, write
 
@@ -239,6 +239,23 @@ def test_models_for_tests_of_quantized_kv_have_some() -> None:
     for model in made:
         caches = Caches.of_model(model, kv_bits=8)
         assert any(isinstance(cache, QuantizedCache) for cache in caches.attention)
+
+
+@pytest.mark.parametrize(
+    ("makers", "why"),
+    [
+        ([KVCache], "one layer with K/V, and the last one stays"),
+        ([KVCache, lambda: RotatingKVCache(16)], "one layer with K/V, and the last one stays"),
+        ([lambda: RotatingKVCache(16)], "no layer of this target has full attention"),
+        ([lambda: ArraysCache(2)], "no layer of this target has full attention"),
+        ([KVCache, KVCache], None),
+    ],
+)
+def test_kv_bits_that_quantize_no_layer_have_a_reason(
+    makers: list[Callable[[], object]], why: str | None
+) -> None:
+    obstacle = Caches.of_model(Foreign(*(make() for make in makers)), kv_bits=4).quantization_obstacle
+    assert obstacle is None if why is None else why in str(obstacle)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
