@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.checkpoint.files import human_bytes
+from mlx_spec.checkpoint.quantizers import precision
 from mlx_spec.cli.command import program
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.device import require_backend
@@ -61,9 +63,9 @@ def run_conversion(options: ConversionOptions, effort: SelfTestEffort | None = N
 
 def _report(manifest: Mapping[str, Any], out: Path) -> list[str]:
     """Return lines about the parts that were written and the figures of the self-test."""
-    lines = [f"{out}: {_describe_part('target', manifest)}"]
+    lines = [f"{out}: {_describe_part('target', manifest, out)}"]
     if manifest["drafter"]:
-        lines.append(f"{out}: {_describe_part('drafter', manifest)}")
+        lines.append(f"{out}: {_describe_part('drafter', manifest, out)}")
         notes = manifest["parts"]["drafter"].get("notes") or ()
         lines += [f"drafter: {note}" for note in notes if note.startswith("rotary embedding")]
     test = manifest["self_test"]
@@ -78,14 +80,15 @@ def _report(manifest: Mapping[str, Any], out: Path) -> list[str]:
     return lines
 
 
-def _describe_part(name: str, manifest: Mapping[str, Any]) -> str:
-    part = manifest["parts"][name]
+def _describe_part(name: str, manifest: Mapping[str, Any], out: Path) -> str:
+    part, written = manifest["parts"][name], read_checkpoint(out / name)
     size = sum(file["bytes"] for file in part["files"].values())
     quantized = part.get("quantization")
-    precision = (
-        f"{quantized.get('mode', 'affine')} {quantized['bits']} bits" if quantized else "not quantized"
-    )
-    return f"{name} {part['name']}, {part['family']}, {precision}, {human_bytes(size)}"
+    if quantized:
+        weights = f"{quantized.get('mode', 'affine')} {quantized['bits']} bits"
+    else:
+        weights = f"not quantized ({precision(written.headers.tensors, written.config)})"
+    return f"{name} {part['name']}, {part['family']}, {weights}, {human_bytes(size)}"
 
 
 def _describe_acceptance(acceptance: Mapping[str, Any]) -> str:

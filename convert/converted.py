@@ -187,12 +187,17 @@ def convert_drafter(conversion: Conversion, target: Mapping[str, Any]) -> Conver
     # Cast before a family computes with the weights, such as when it folds norms.
     wide = _cast_all(checkpoint.tensors(), "float32" if dtype == "float32" else None)
     drafter: Converted = conversion.family.convert(wide, checkpoint.config, target)
-    drafter = replace(drafter, tensors=_cast_all(drafter.tensors, dtype))
+    unpacked = ("quantization", "quantization_config")  # of the source
+    config = {key: value for key, value in drafter.config.items() if key not in unpacked}
+    drafter = replace(drafter, config=config, tensors=_cast_all(drafter.tensors, dtype))
     return drafter if quantization is None else _quantized(drafter, quantization)
 
 
 def _quantized(drafter: Converted, quantization: Quantization) -> Converted:
-    """Quantize the tensors that allow it; `unquantized` has the names of the other matrices."""
+    """Quantize the tensors that allow it; `unquantized` has the names of the other matrices.
+
+    The config has a quantization only if there is such a tensor.
+    """
     tensors: dict[str, mx.array] = {}
     unquantized = []
     for name, array in drafter.tensors.items():
@@ -206,6 +211,8 @@ def _quantized(drafter: Converted, quantization: Quantization) -> Converted:
         else:
             tensors[name] = array
             unquantized.append(name)
+    if tensors.keys() == drafter.tensors.keys():
+        return replace(drafter, unquantized=tuple(unquantized))
     config = {**drafter.config, "quantization": vars(quantization)}
     return replace(
         drafter,

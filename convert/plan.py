@@ -66,7 +66,10 @@ class ConversionPlan:
 
     @property
     def compares_copy(self) -> bool:
-        """Return True if the self-test compares a quantized drafter with a copy that is not quantized."""
+        """Return True if the self-test compares a quantized drafter with a copy that is not quantized.
+
+        A drafter without a matrix to quantize is not quantized, and needs no copy.
+        """
         drafter = self.drafter
         return drafter is not None and drafter.family is not None and drafter.quantization is not None
 

@@ -88,7 +88,7 @@ def _original_drafter(plan: ConversionPlan, written: Checkpoint, progress: Stage
     assert plan.drafter is not None
     if plan.drafter.family is None:
         return plan.drafter.checkpoint
-    if not plan.compares_copy:
+    if not plan.compares_copy or "quantization" not in written.config:
         return written
     folder = plan.folder / UNQUANTIZED
     drafter = convert_drafter(plan.drafter.unquantized, plan.target.checkpoint.config)

@@ -191,8 +191,9 @@ def _unpack(source: PublishedTensors, config: Config) -> None:
 
 def _refuse_quantized(source: PublishedTensors) -> None:
     tensors = source.tensors
-    integers = {name for name, tensor in tensors.items() if mx.issubdtype(tensor.dtype, mx.integer)}
-    packed = {name for name in integers if name.endswith(".weight")}
+    # Packed weights are matrices: integers [V] are a table, such as one of token ids.
+    matrices = {name for name, tensor in tensors.items() if tensor.ndim > 1 and name.endswith(".weight")}
+    packed = {name for name in matrices if mx.issubdtype(tensors[name].dtype, mx.integer)}
     # Names of other quantizers. They are refused, because quantizing twice loses twice.
     ends = (".scales", ".qweight", ".weight_packed", ".weight_scale")
     marks = [source.names[name] for name in tensors if name.endswith(ends) or name in packed]

@@ -219,7 +219,8 @@ def check_ahead(source: DrafterSource) -> None:
             f"the drafter {source.name} reads hidden states of the target, which do not exist before the "
             "target has verified a draft: do not draft ahead, or use a draft model, PARD or lookup"
         )
-    if source.network is not None and LMTarget(source.network).is_recurrent:
+    is_language_model = source.remake is not None
+    if is_language_model and LMTarget(source.network).is_recurrent:
         raise InvalidValue(
             f"the drafter {source.name} is recurrent and cannot draft for several outcomes of one draft: "
             "do not draft ahead, or use a drafter with attention only"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
@@ -18,11 +18,17 @@ from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.drafters.draft_model import BranchCall, Branches
 from mlx_spec.drafters.drafter import DrafterSource
 from mlx_spec.grammar import read_tokens
-from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.sampling import Greedy
 from mlx_spec.tokenizer import common_prefix
-from mlx_spec.types import Draft
+from mlx_spec.types import Draft, TargetParts
+
+
+def _no_target(argument: mx.array) -> NoReturn:
+    raise RuntimeError("a drafter on rank 1 read its target, which only rank 0 has")
+
+
+NO_PARTS = TargetParts(_no_target, _no_target, _no_target)
 
 
 class RemoteDrafter:
@@ -48,12 +54,11 @@ class RemoteDrafter:
 def draft_for_rank_0(ranks: Ranks, source: DrafterSource, vocab_size: int) -> int:
     """Draft ahead on this rank until rank 0 ends. Return its exit status."""
     check_ahead(source)
-    target_parts = LMTarget(source.network).parts  # any parts will do: the drafter reads none
     sequences: dict[int, tuple[LocalCopy, list[int]]] = {}
     while True:
         match ranks.receive():
             case ["ahead", number, keep, tokens, drafted, limit, guesses, packed, prompt_length]:
-                drafter, sent = sequences.get(number) or (LocalCopy(source.make(target_parts)), [])
+                drafter, sent = sequences.get(number) or (LocalCopy(source.make(NO_PARTS)), [])
                 history = [*sent[:keep], *tokens]
                 sequences[number] = drafter, history
                 sampler = _unpacked(packed).sampler(prompt_length, vocab_size).drafting

@@ -133,6 +133,9 @@ def precision(tensors: Tensors, config: Config) -> str:
         return _mlx_precision(ours)
     if not theirs:
         most = common_dtype(tensors)
+        if most == "unknown" and tensors:  # tables of integers, such as token ids
+            largest = max(tensors.values(), key=lambda tensor: tensor.nbytes).dtype
+            most = largest.replace("U", "uint").replace("I", "int")
         return DTYPE_NAMES.get(most, most)
     if "quant_method" not in theirs and "bits" in theirs:
         return _mlx_precision(theirs)

@@ -122,11 +122,14 @@ def check_tokens(name: str, ids: mx.array, vocab_size: int) -> None:
 # --- weights
 
 
-def load_weights(module: nn.Module, checkpoint: Checkpoint, skip: Collection[str] = ()) -> None:
+def load_weights(
+    module: nn.Module, checkpoint: Checkpoint, skip: Collection[str] = (), any_integer: Collection[str] = ()
+) -> None:
     """Fill the parameters of `module` from a checkpoint, quantized if they have scales.
 
-    The files are read when the parameters are first used. Tensors named in `skip` are ignored. Raises
-    BadCheckpoint if a tensor is missing, unexpected or of another shape or type.
+    The files are read when the parameters are first used. Tensors named in `skip` are ignored. Floats may
+    have any type, integers that of the parameter, or any if `any_integer` names them. Raises BadCheckpoint
+    if a tensor is missing, unexpected or of another shape or type.
     """
     tensors = {name: array for name, array in checkpoint.tensors().items() if name not in skip}
 
@@ -140,10 +143,9 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint, skip: Collection[str
         if any(name.endswith(".scales") for name in tensors):
             nn.quantize(module, class_predicate=settings)
         expected = dict(tree_flatten(module.parameters()))
-        integers = {name for name, array in expected.items() if _holds_integers(array)}
         module.load_weights(list(tensors.items()))
-        if wrong := integers ^ {name for name, array in tensors.items() if _holds_integers(array)}:
-            raise ValueError(f"{min(wrong)} is {tensors[min(wrong)].dtype}")
+        for name in sorted(expected):
+            _check_type(name, tensors[name].dtype, expected[name].dtype, is_free=name in any_integer)
     except ValueError as error:
         raise BadCheckpoint(
             f"{checkpoint.folder} is not a drafter of this kind ({one_line(error)}): {AGAIN}"
@@ -151,8 +153,12 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint, skip: Collection[str
     module.eval()
 
 
-def _holds_integers(array: mx.array) -> bool:
-    return mx.issubdtype(array.dtype, mx.integer)
+def _check_type(name: str, dtype: mx.Dtype, expected: mx.Dtype, *, is_free: bool) -> None:
+    """Raise ValueError if a tensor holds other integers than expected; `is_free` if any will do."""
+    are_integers = [mx.issubdtype(each, mx.integer) for each in (dtype, expected)]
+    if any(are_integers) and dtype != expected and not (is_free and all(are_integers)):
+        found, right = (str(each).removeprefix("mlx.core.") for each in (dtype, expected))
+        raise ValueError(f"{name} is {found}, and must be {right if are_integers[1] else 'of floats'}")
 
 
 # --- embedding and LM head

@@ -59,12 +59,17 @@ class DrafterWrapper(Drafter):
 
 @dataclass(frozen=True, eq=False)
 class DrafterSource:
-    """The loaded weights of one drafter. Sequences share them; each gets its own drafter."""
+    """The loaded weights of one drafter. Sequences share them; each gets its own drafter.
+
+    `remake` is set exactly if `network` is a language model: drafting ahead copies it, dense, for a second
+    thread, and refuses a recurrent one. Other families leave it None. Their drafters of both threads share
+    `network`, such as a table, so they only read it. Those that keep nothing in a module have none.
+    """
 
     name: str  # the family's name in JSON, which programs translate for users
     needs: FeatureSpec  # what its drafters read from the target
     make: Callable[[TargetParts], Drafter]  # returns the drafter of one sequence
-    network: Any = None  # its nn.Module; None without weights
+    network: Any = None  # its nn.Module, of whatever kind; None without one
     # Returns the expected accepted tokens that each further draft token adds; None if the policy learns them.
     reach: Callable[[], Sequence[float]] | None = None
     drafts_trees: bool = False

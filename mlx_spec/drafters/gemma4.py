@@ -471,7 +471,9 @@ def assistant_source(network: AssistantNetwork, sliding_window: int) -> DrafterS
 def load_assistant(checkpoint: Checkpoint, config: AssistantConfig) -> AssistantNetwork:
     """Load the weights of an assistant. Raises BadCheckpoint."""
     network = AssistantNetwork(config)
-    load_weights(network, checkpoint, skip=("lm_head.weight",))  # a copy of the embedding table
+    copied = ("lm_head.weight",)  # from the embedding table
+    published = ("masked_embedding.token_ordering",)  # as int64; `sort_table` makes it int32
+    load_weights(network, checkpoint, skip=copied, any_integer=published)
     if "draft_ids" in network:
         check_tokens("'draft_ids'", network.draft_ids, config.vocab_size)
     if "masked_embedding" in network:

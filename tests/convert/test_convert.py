@@ -276,6 +276,7 @@ def test_quantized_already(tmp_path: Path) -> None:
     converted("12b", tmp_path / "third", drafter=drafter)  # its values are known, so it is unpacked
     packed, plain = (mx.load(str(tmp_path / run / "drafter/model.safetensors")) for run in ("first", "third"))
     size = json.loads(Path(drafter, "config.json").read_text())["quantization"]["group_size"]
+    assert "quantization" not in json.loads((tmp_path / "third/drafter/config.json").read_text())
     names = [name.removesuffix(".scales") for name in packed if name.endswith(".scales")]
     for name in names:
         parts = [packed[f"{name}.{part}"] for part in ("weight", "scales", "biases")]

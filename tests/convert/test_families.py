@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from mlx.utils import tree_unflatten
 from support import refusals, synthetic
 from support.checkpoints import read, stored
 from support.drafting import GOLDEN
 from support.synthetic import Checkpoint
 
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.checkpoint.drafter_families import FAMILIES, refuse_unsupported
+from mlx_spec.cli.progress import StageProgress
+from mlx_spec.convert.command import _report
 from mlx_spec.convert.converted import convert_drafter
 from mlx_spec.convert.families import family_of
-from mlx_spec.convert.families.common import Converted
-from mlx_spec.convert.plan import Conversion, family_or_model, open_source
+from mlx_spec.convert.families.common import Converted, finish
+from mlx_spec.convert.families.common import read as read_tensors
+from mlx_spec.convert.plan import (
+    DRAFTER,
+    TARGET,
+    Conversion,
+    ConversionPlan,
+    Quantization,
+    family_or_model,
+    open_source,
+)
+from mlx_spec.convert.selftest import _original_drafter
+from mlx_spec.convert.write import write_pair
 from mlx_spec.errors import BadCheckpoint, SpecError
 
 D, V = 32, 64  # of native heads
+SILENT = StageProgress(io.StringIO())
 # What mlx-lm's configs ask for and no name depends on.
 ROPE = {"rope_theta": 1e4, "max_position_embeddings": 64}
 NATIVE = {
@@ -209,6 +227,47 @@ def test_a_head_that_mlx_quantized_in_bits_of_its_own(kind):
     for name, tensor in expected.tensors.items():
         assert mx.array_equal(found.tensors[name], tensor), name
     assert found.used == {name for name in packed if name.startswith(prefix)} - found.dropped.keys()
+
+
+def test_a_table_of_integers_is_not_packed_and_a_matrix_of_them_is():
+    table = mx.arange(V, dtype=mx.int32)
+    assert mx.array_equal(read_tensors("the toy", {"next.weight": table}, {}).tensors["next.weight"], table)
+    with pytest.raises(BadCheckpoint, match=r"the toy is quantized already \(next\.weight\)"):
+        read_tensors("the toy", {"next.weight": table[None]}, {})
+
+
+class Toy:
+    """A family whose drafters are a table of tokens, and perhaps a matrix."""
+
+    def convert(self, tensors, config, target):
+        network, source = nn.Module(), read_tensors("the toy", tensors, config)
+        dict.update(network, tree_unflatten(list(tensors.items())))
+        return finish(source, network, {**config, "quantization": "of the source"})
+
+
+@pytest.mark.parametrize("width", [None, 24, 64])
+def test_only_what_is_quantized_is_said_to_be(width, tmp_path):
+    """A table has nothing to quantize, nor has a matrix whose rows the groups do not divide."""
+    tensors = {"next.weight": mx.arange(V, dtype=mx.int32)}
+    tensors |= {} if width is None else {"fc.weight": mx.ones((V, width))}
+    source = open_source(str(Checkpoint(tensors, {"model_type": "toy"}, {}).write(tmp_path / "toy")))
+    conversion = Conversion(source, Toy(), Quantization(4, 64))
+    result = convert_drafter(conversion, {})
+    is_quantized = width == 64
+    assert ("quantization" in result.config) == is_quantized
+    assert "quantization" not in convert_drafter(conversion.unquantized, {}).config
+    assert result.unquantized == (("fc.weight",) if width == 24 else ())
+    assert (result.dense_size > 0) == is_quantized
+    (tmp_path / "out").mkdir()
+    plan = ConversionPlan(tmp_path / "out", conversion, conversion)
+    parts = write_pair(
+        plan, {TARGET: convert_drafter(conversion, {}), DRAFTER: result}, SILENT, is_tested=True
+    )
+    manifest = {"drafter": "toy", "parts": parts, "self_test": {"result": "not run"}}
+    weights = {None: "not quantized (int32)", 24: "not quantized (float32)", 64: "affine 4 bits"}[width]
+    assert weights in _report(manifest, plan.folder)[1]
+    written = read_checkpoint(plan.folder / DRAFTER)
+    assert (_original_drafter(plan, written, SILENT) is written) == (not is_quantized)
 
 
 def test_a_shift_of_half_the_norms_is_mended():

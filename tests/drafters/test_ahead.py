@@ -31,7 +31,7 @@ from support.lossless import emitted
 from support.waiting import wait_until
 
 from mlx_spec.ahead.drafter import Ahead, AheadThread, LocalCopy, ahead_source
-from mlx_spec.ahead.ranks import RemoteDrafter, draft_for_rank_0
+from mlx_spec.ahead.ranks import NO_PARTS, RemoteDrafter, draft_for_rank_0
 from mlx_spec.decode import Batch
 from mlx_spec.decode.loop import generate
 from mlx_spec.decode.running import RunningSequence
@@ -52,7 +52,7 @@ from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import Draft, Features, Reason, Round
+from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Reason, Round, Sampler
 
 SAME = VocabularySizes(tiny.VOCAB, tiny.VOCAB)
 K = 4
@@ -468,6 +468,51 @@ def test_drafters_that_read_the_target_or_are_recurrent_are_refused(
     made = source()
     with pytest.raises(InvalidValue, match=f"drafter {made.name} {message}"):
         ahead_source(made)
+
+
+class Table(Drafter):
+    """Drafts the token after the last one in a table, without a language model."""
+
+    needs = FeatureSpec()
+
+    def __init__(self, table: nn.Module | None) -> None:
+        self._step = 1 if table is None else int(table.weight)
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        pass
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        return Draft(mx.array([(history[-1] + i * self._step) % tiny.VOCAB for i in range(1, limit + 1)]))
+
+
+def table_source(*, has_network: bool) -> DrafterSource:
+    table = nn.Module()
+    table.weight = mx.array(1)
+    network = table if has_network else None
+    return DrafterSource("table", Table.needs, lambda parts: Table(network), network)
+
+
+@pytest.mark.parametrize("where", ["thread", "rank"])
+@pytest.mark.parametrize("name", ["table", "function", "lookup"])
+def test_drafters_that_are_no_language_model(name: str, where: str) -> None:
+    """Their text is the target's own, and the outcome that they foresee has its draft."""
+    source = lookup_source() if name == "lookup" else table_source(has_network=name == "table")
+    model = target_of()
+    with helped(where, source) as ahead:
+        assert lossless.emitted(drafted(model, ahead, Sampling())) == lossless.plain(model, PROMPT, 32)
+        if name == "lookup":
+            return
+        drafter = ahead.make(LMTarget(model).parts)
+        draft = drafter.draft([7], 2, GREEDY)
+        drafter.prepare([7], draft, GREEDY)
+        found = drafter.draft([7, 8, 9, 10], 2, GREEDY)
+    assert found.ahead and found.tokens.tolist() == [11, 12]
+
+
+def test_a_drafter_on_a_rank_without_the_target_cannot_read_it() -> None:
+    for part in (NO_PARTS.embed, NO_PARTS.unembed, NO_PARTS.select):
+        with pytest.raises(RuntimeError, match="only rank 0 has"):
+            part(mx.array([1]))
 
 
 def test_weights_are_shared_and_quantized_ones_are_not() -> None:

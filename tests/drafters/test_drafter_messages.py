@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from support import drafting, fitted, tiny
 from support.checkpoints import Config, read, stored
@@ -21,6 +22,7 @@ import mlx_spec
 from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.checkpoint.drafter_families import OPENED_AS
 from mlx_spec.drafters import open_drafter
+from mlx_spec.drafters.checkpoint import load_weights
 from mlx_spec.drafters.mtp import LAYERS
 from mlx_spec.errors import BadCheckpoint, Mismatch
 
@@ -204,6 +206,31 @@ def test_messages(name: str, edit: Edit, words: str, kind: type[Exception], publ
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
+class Table(nn.Module):
+    """The weights of a drafter that is no network: the token after each token, and their odds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odds, self.next = mx.zeros(8), nn.Module()
+        self.next.weight = mx.zeros(8, dtype=mx.int32)
+
+
+@pytest.mark.parametrize("dtype", [mx.int64, mx.uint32, mx.int8, mx.float32, mx.bool_])
+def test_integers_of_another_type_are_refused(dtype: mx.Dtype, tmp_path: Path) -> None:
+    """Floats of another type are not."""
+    tensors = {"odds": mx.ones(8, mx.float16), "next.weight": mx.zeros(8, mx.int32)}
+    made, table = Checkpoint(tensors, {"model_type": "toy"}, {}), Table()
+    load_weights(table, read_checkpoint(made.write(tmp_path / "right")))
+    assert table.odds.dtype == mx.float16 and table.next.weight.dtype == mx.int32
+    wrong = read_checkpoint(made.changed(next__weight=mx.zeros(8, dtype)).write(tmp_path / "wrong"))
+    with pytest.raises(BadCheckpoint) as caught:
+        load_weights(Table(), wrong)
+    name = str(dtype).removeprefix("mlx.core.").rstrip("_")
+    assert f"next.weight is {name}, and must be int32" in str(caught.value)
+    if mx.issubdtype(dtype, mx.integer):
+        load_weights(Table(), wrong, any_integer=["next.weight"])
+
+
 ORDER = "masked_embedding.token_ordering"
 
 
@@ -213,7 +240,8 @@ ORDER = "masked_embedding.token_ordering"
         ({"model.layers.2.layer_scalar": None}, "Missing 1 parameters: model.layers.2.layer_scalar"),
         ({"spare": mx.zeros(1)}, "Received 1 parameters not in model: spare"),
         ({"pre_projection.weight": mx.zeros((64, 64))}, "(64, 64) for parameter pre_projection.weight"),
-        ({ORDER: mx.zeros(512)}, f"{ORDER} is mlx.core.f"),
+        ({ORDER: mx.zeros(512)}, f"{ORDER} is float32, and must be int32"),
+        ({"pre_projection.weight": mx.zeros((64, 128), mx.int8)}, "is int8, and must be of floats"),
         ({ORDER: mx.arange(512) + 1}, "has tokens from 1 to 512"),
         ({"lm_head.weight": mx.zeros((512, 32))}, ""),  # a copy of the head is ignored
     ],

@@ -106,6 +106,7 @@ def theirs(method: str, **settings: Any) -> dict[str, Any]:
     ("settings", "tensors", "precision", "parameters"),
     [
         ({}, FLOATS, "float32", 20),
+        ({}, {"next.weight": ("I32", (8,))}, "int32", 0),
         ({"quantization": IN_4}, MLX_4, "4-bit MLX, groups of 64", 64 * 64),
         (
             {"quantization": {**IN_4, "h": {"bits": 8, "group_size": 32}}},
