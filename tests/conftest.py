@@ -26,6 +26,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--mac", action="store_true", help="imitate a Mac: see support/mac.py")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one worker more than cores: a test that waits for a program leaves its core to another test."""
+    return 1 + (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile(
         "suite", deadline=None, derandomize=True, database=None
