@@ -107,6 +107,7 @@ class Matcher:
         # The parser takes a tag that is a token for its text, and the stream may hide it. `whole` shows all.
         tags = frozenset[int | None]() if grammar.whole else self._marks.tag_tokens
         self._hidden = frozenset(tag for tag in tags if tag is not None)
+        self._text_tokens = vocabulary.other_tokens & ~token_bits(self._hidden, vocabulary.size)
         self._calls = grammar.calls
         self._answer: State = "answer" if self._calls is None else "free"  # the state after the thinking
         self._free_tokens = vocabulary.all_tokens
@@ -287,7 +288,7 @@ class Matcher:
         if parser.is_error():  # such as at a dead end
             self._error = _parser_error(parser)
             return vocabulary.all_tokens
-        row = row & vocabulary.other_tokens & ~self._bits(self._hidden)
+        row = row & self._text_tokens
         if parser.is_accepting():
             row = row | vocabulary.end_tokens
         if state == "start" and self._marks.opening is not None:
